@@ -1,0 +1,144 @@
+"""What an algorithm is given and what it gives.
+
+Layout: samples are packed without padding. Token ``t`` of sample ``s`` lies at ``cu_seqlens[s] <= t < cu_seqlens[s+1]``.
+A log-prob, value or advantage stands at the position of the token it is about: ``logprobs[t]`` is that of token ``t``
+given the tokens of its sample before it, and the first token of a sample has 0.
+
+The trainer calls, for each update: ``prepare`` once with the whole global batch, then ``loss`` once a micro-batch (whole
+samples, in any order and split). Every denominator is in ``Targets.weights``, computed before the split, so that
+``sum(loss over micro-batches)`` does not depend on the split.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+from jaxtyping import Bool, Float, Float32, Float64, Int
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from algorithms.metrics import Metrics
+
+
+class Need(StrEnum):
+    """What an algorithm needs beside the rollout itself; the trainer computes it before ``prepare``."""
+
+    OLD_LOGPROBS = "old_logprobs"  # the trainer's policy at the start of this update
+    REF_LOGPROBS = "ref_logprobs"  # a frozen reference policy, for a KL term
+    VALUES = "values"
+    TEACHER_LOGPROBS = "teacher_logprobs"
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """One update's samples (the whole global batch), all constant in θ."""
+
+    cu_seqlens: Int[Tensor, " samples+1"]
+    action_mask: Bool[Tensor, " tokens"]
+    rollout_logprobs: Float32[Tensor, " tokens"]
+    """log π_inf at the sampling temperature; 0 off the mask."""
+    weight_versions: Int[Tensor, " tokens"]
+    """-1 off the mask."""
+    current_version: int
+    rollout: Int[Tensor, " samples"]
+    """Index of the rollout that a sample is a segment of."""
+    segment: Int[Tensor, " samples"]
+    group: Int[Tensor, " rollouts"]
+    """Index of the rollout's group (the rollouts of one prompt), 0..groups-1."""
+    reward: Float64[Tensor, " rollouts"]
+    valid: Bool[Tensor, " rollouts"]
+    """False where the environment failed: no loss, and no part in the baseline."""
+    truncated: Bool[Tensor, " rollouts"]
+    dropped: Bool[Tensor, " rollouts"]
+    """True where it is only kept for its group's baseline (it was too stale): no loss."""
+    old_logprobs: Float32[Tensor, " tokens"] | None = None
+    ref_logprobs: Float32[Tensor, " tokens"] | None = None
+    values: Float32[Tensor, " tokens"] | None = None
+    teacher_logprobs: Float32[Tensor, " tokens"] | None = None
+
+    @property
+    def samples(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def rollouts(self) -> int:
+        return len(self.group)
+
+    def lengths(self) -> Int[Tensor, " samples"]:
+        return self.cu_seqlens.diff()
+
+    def sample_of_token(self) -> Int[Tensor, " tokens"]:
+        return torch.repeat_interleave(torch.arange(self.samples), self.lengths())
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What ``prepare`` gives: constants of the update, aligned with the batch's tokens."""
+
+    advantages: Float32[Tensor, " tokens"]
+    weights: Float32[Tensor, " tokens"]
+    """The loss is Σ_t weights[t]·ℓ_t over the global batch; 0 where a token is not trained on."""
+    returns: Float32[Tensor, " tokens"] | None = None
+    """Targets of a value model."""
+    metrics: Metrics = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """One micro-batch of whole samples. ``logprobs`` carries the gradient, all else is constant."""
+
+    cu_seqlens: Int[Tensor, " samples+1"]
+    logprobs: Float32[Tensor, " tokens"]
+    """log π_θ of the batch's tokens at the sampling temperature."""
+    entropy: Float32[Tensor, " tokens"] | None
+    """Entropy of the distribution that predicts the token, when the trainer computes it (no gradient)."""
+    action_mask: Bool[Tensor, " tokens"]
+    rollout_logprobs: Float32[Tensor, " tokens"]
+    advantages: Float32[Tensor, " tokens"]
+    weights: Float32[Tensor, " tokens"]
+    old_logprobs: Float32[Tensor, " tokens"] | None = None
+    ref_logprobs: Float32[Tensor, " tokens"] | None = None
+    teacher_logprobs: Float32[Tensor, " tokens"] | None = None
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    loss: Float[Tensor, ""]
+    metrics: Metrics
+
+
+class AlgorithmConfig(BaseModel):
+    """Base of every algorithm's options: frozen, unknown keys refused by name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Algorithm(ABC):
+    """An objective. ``algorithms.NAME`` holds one, as ``Config`` (its options) and ``build(config) -> Algorithm``."""
+
+    needs: frozenset[Need] = frozenset()
+
+    @abstractmethod
+    def prepare(self, batch: RolloutBatch) -> Targets: ...
+
+    @abstractmethod
+    def loss(self, inputs: LossInputs) -> LossOutput: ...
+
+
+class GroupVerdict(StrEnum):
+    """What becomes of a finished group of rollouts before it is put into a batch."""
+
+    KEEP = "keep"
+    ZERO_VARIANCE = "zero_variance"  # dropped and replaced by another prompt (dynamic sampling)
+    ENVIRONMENT = "environment"  # dropped: half of its rollouts or more failed
+
+
+@dataclass(frozen=True)
+class GroupDecision:
+    verdict: GroupVerdict
+    repeat: Sequence[int] = ()
+    """Rollouts, by index within the group, to repeat in place of those that failed, in the failed ones' order."""

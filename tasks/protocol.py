@@ -1,0 +1,106 @@
+"""The wire protocol between the orchestrator and a task server, and what a task tells the trainer's side.
+
+An *episode server* owns rollout and reward. The orchestrator POSTs an ``EpisodeRequest`` to ``/episodes``; the server
+plays the episode against ``gateway_url`` with any OpenAI client and keeps its ``EpisodeStatus`` until it is fetched:
+
+    POST   /episodes              202 EpisodeStatus; 429 when full; the same id again answers with the same episode
+    GET    /episodes/{id}?wait_s  EpisodeStatus, as soon as it has ended or after wait_s seconds
+    DELETE /episodes/{id}         204, cancels and forgets; idempotent
+    GET    /health                Health
+    GET    /metadata              Metadata
+
+Task data travels in the request: servers keep no data set.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PROTOCOL_VERSION = 1
+
+
+class Wire(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EpisodeState(enum.StrEnum):
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"  # the environment or the gateway failed: the reward means nothing
+    CANCELLED = "cancelled"
+
+
+class EpisodeEnd(enum.StrEnum):
+    """Why a completed episode ended."""
+
+    STOP = "stop"
+    LENGTH = "length"  # the model's answer was cut by a token limit
+    MAX_TURNS = "max_turns"
+
+
+class EpisodeRequest(Wire):
+    episode_id: str
+    gateway_url: str
+    """Base URL for an OpenAI client (ends in /v1); it names the episode's session at the gateway."""
+    data: dict[str, Any]
+    """The prompt's data, as the task's own ``prompts`` made it."""
+    max_tokens: int = Field(gt=0)
+    """Token limit of one turn."""
+    timeout_s: float = Field(gt=0)
+    """The server fails the episode after this many seconds."""
+
+
+class EpisodeStatus(Wire):
+    episode_id: str
+    state: EpisodeState
+    reward: float | None = None
+    """Set when, and only when, ``state`` is completed."""
+    end: EpisodeEnd | None = None
+    error: str | None = None
+    metrics: dict[str, float] = {}
+
+
+class Health(Wire):
+    status: Literal["ok"] = "ok"
+    slots: int
+    free_slots: int
+
+
+class Metadata(Wire):
+    task: str
+    protocol: Literal["episode"] = "episode"
+    version: int = PROTOCOL_VERSION
+
+
+class Message(Wire):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+class Prompt(Wire):
+    """One item of a task's data set."""
+
+    prompt_id: str
+    data: dict[str, Any]
+
+
+class Task(BaseModel):
+    """A task's options, and its data: the base class of ``tasks.NAME.task.NAMETask``.
+
+    Options are given in ``configs/task/NAME.yaml``; unknown ones are refused by name. It runs where the data is needed
+    (the trainer's side) and in the server, and imports nothing heavy.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def prompts(self, split: Literal["train", "eval"]) -> Sequence[Prompt]:
+        """All prompts of a split, in a fixed order, with unique ``prompt_id``."""
+        raise NotImplementedError(f"{type(self).__name__} has no prompts")
+
+    def demonstrations(self, seed: int) -> Iterator[list[Message]]:
+        """Endless conversations for SFT; the assistant's messages are trained on."""
+        raise NotImplementedError(f"{type(self).__name__} has no demonstrations for SFT")
