@@ -1,0 +1,199 @@
+"""The asyncio shell around the scheduler: plays the rollouts it decides on and hands out batches."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout.episode import EpisodeOutcome, EpisodeRunner
+from rollout.scheduler import DroppedGroup, RolloutResult, Scheduler, SchedulerState, Start, TakenGroup
+from rollout.session import RolloutKey
+from rollout.task_client import TaskServerError, TaskServerFull
+from rollout.trajectory import Trajectory
+
+
+class RolloutsFailed(RuntimeError):
+    """A task's episodes fail without a single success between; the message names the task and the last failure."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's trajectories, in the order of their groups' admission."""
+
+    trajectories: list[Trajectory]
+    stale: list[bool]
+    """For each trajectory: kept for its group's baseline only."""
+    groups: list[TakenGroup]
+    dropped: list[DroppedGroup]
+    """Groups that were dropped since the batch before."""
+    rollouts_by_task: Mapping[str, int] = field(default_factory=dict)
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Failed episodes since the batch before, by task (retried ones included)."""
+
+
+class Orchestrator:
+    """Runs rollouts in the background from ``start`` to ``stop``; everything happens in one asyncio loop."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: EpisodeRunner,
+        prompts: Mapping[str, Mapping[str, Mapping[str, Any]]],
+        temperature: float,
+        seed: int,
+        max_failures_in_a_row: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.prompts = prompts
+        self.temperature = temperature
+        self.seed = seed
+        self.max_failures_in_a_row = max_failures_in_a_row
+        self.clock = clock
+        self._episodes: set[asyncio.Task[None]] = set()
+        self._kept: dict[int, list[Trajectory]] = {}
+        self._dropped: list[DroppedGroup] = []
+        self._failures: Counter[str] = Counter()
+        self._failures_in_a_row: Counter[str] = Counter()
+        self._changed = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._fatal: BaseException | None = None
+        self._running = False
+
+    def start(self) -> None:
+        self._running = True
+        self._pump()
+
+    async def stop(self) -> None:
+        """Cancel every episode in flight, and wait until each has given back its session."""
+        self._running = False
+        if self._timer is not None:
+            self._timer.cancel()
+        episodes = list(self._episodes)
+        for episode in episodes:
+            episode.cancel()
+        await asyncio.gather(*episodes, return_exceptions=True)
+
+    def published(self, version: int) -> None:
+        """The engines have the weights of ``version``."""
+        self.scheduler.published(version)
+        self._pump()
+
+    def trained(self) -> None:
+        """The last batch is in the trainer's weights."""
+        self.scheduler.trained()
+
+    def snapshot(self) -> SchedulerState:
+        return self.scheduler.snapshot()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._episodes)
+
+    async def next_batch(self) -> Batch:
+        """Wait for the next step's groups.
+
+        Raises:
+            RolloutsFailed: a task's episodes only fail.
+        """
+        while True:
+            if self._fatal is not None:
+                raise self._fatal
+            taken, dropped = self.scheduler.take_batch()
+            self._forget(dropped)
+            if taken is not None:
+                return self._batch(taken)
+            self._pump()
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _batch(self, taken: list[TakenGroup]) -> Batch:
+        trajectories: list[Trajectory] = []
+        stale: list[bool] = []
+        rollouts: Counter[str] = Counter()
+        for group in taken:
+            for sample_id, member in enumerate(group.members):
+                # A rollout that stands in for a failed one is another sample of its group.
+                segments = [t.replace(sample_id=sample_id) for t in self._kept[member.rollout_id]]
+                trajectories += segments
+                stale += [member.stale] * len(segments)
+            rollouts[group.ref.task] += len(group.members)
+        for group in taken:
+            for member in group.members:
+                self._kept.pop(member.rollout_id, None)
+        batch = Batch(trajectories, stale, taken, self._dropped, rollouts, self._failures)
+        self._dropped = []
+        self._failures = Counter()
+        return batch
+
+    def _pump(self) -> None:
+        """Start what the scheduler lets start, and see to it that it is asked again when a delay ends."""
+        if not self._running:
+            return
+        now = self.clock()
+        for start in self.scheduler.starts(now):
+            episode = asyncio.create_task(self._play(start), name=f"rollout {start.rollout_id}")
+            self._episodes.add(episode)
+            episode.add_done_callback(self._episode_done)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        wake_at = self.scheduler.wake_at()
+        if wake_at is not None:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, wake_at - now), self._pump)
+
+    def _episode_done(self, episode: asyncio.Task[None]) -> None:
+        self._episodes.discard(episode)
+        if not episode.cancelled() and episode.exception() is not None:
+            self._fatal = episode.exception()
+        self._changed.set()
+        self._pump()
+
+    async def _play(self, start: Start) -> None:
+        ref = start.ref
+        key = RolloutKey(ref.task, ref.epoch, ref.prompt_id, start.group_id, start.sample_id)
+        data = self.prompts[ref.task][ref.prompt_id]
+        try:
+            outcome = await self.runner.run(key, data, self.temperature, self._rollout_seed(start))
+        except TaskServerFull as error:
+            self._note_failure(ref.task, str(error), episode=False)
+            self._forget([self.scheduler.refused(start.rollout_id, self.clock())])
+            return
+        except TaskServerError as error:
+            outcome = EpisodeOutcome(False, 0.0, 0, [], str(error))
+        if outcome.valid:
+            self._failures_in_a_row[ref.task] = 0
+            self._kept[start.rollout_id] = outcome.trajectories
+        else:
+            self._note_failure(ref.task, outcome.error or "failed", episode=True)
+        versions = [t.oldest_version for t in outcome.trajectories if t.oldest_version is not None]
+        result = RolloutResult(outcome.valid, outcome.reward, min(versions, default=None))
+        self._forget([self.scheduler.ended(start.rollout_id, result, self.clock())])
+
+    def _note_failure(self, task: str, error: str, episode: bool) -> None:
+        if episode:
+            self._failures[task] += 1
+        self._failures_in_a_row[task] += 1
+        if self._failures_in_a_row[task] >= self.max_failures_in_a_row:
+            self._fatal = RolloutsFailed(
+                f"task {task}: {self.max_failures_in_a_row} episodes in a row failed; the last one: {error}"
+            )
+
+    def _forget(self, dropped: list[DroppedGroup] | list[DroppedGroup | None]) -> None:
+        for group in dropped:
+            if group is not None:
+                self._dropped.append(group)
+                for rollout_id in group.rollout_ids:
+                    self._kept.pop(rollout_id, None)
+
+    def _rollout_seed(self, start: Start) -> int:
+        """Seed of a rollout's sampling: the same for the same rollout of a run, whatever runs beside it."""
+        ref = start.ref
+        name = f"{self.seed}/{ref.task}/{ref.epoch}/{ref.prompt_id}/{start.sample_id}/{start.attempt}"
+        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big") & 0x7FFFFFFF
