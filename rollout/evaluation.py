@@ -35,7 +35,7 @@ async def evaluate(
     concurrency: int,
     on_episode: Callable[[], None],
 ) -> EvaluationResult:
-    """Play each (prompt id, data) of one task once, ``concurrency`` at a time; a failed episode is tried three times."""
+    """Play each (prompt id, data) of one task once, ``concurrency`` at a time; a failed one up to three times."""
     room = asyncio.Semaphore(concurrency)
 
     async def one(index: int, prompt_id: str, data: Mapping[str, Any]) -> EpisodeOutcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
@@ -12,6 +13,8 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 
 from tasks.protocol import PROTOCOL_VERSION, EpisodeRequest, EpisodeState, EpisodeStatus, Health, Metadata
+
+log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -74,7 +77,7 @@ class TaskClient:
         """
         url = min(self.urls, key=lambda candidate: self._load[candidate])
         self._load[url] += 1
-        started = False
+        started = ended = False
         try:
             async with asyncio.timeout(request.timeout_s + 2 * CALL_TIMEOUT_S):
                 status = await self._start(url, request)
@@ -86,17 +89,18 @@ class TaskClient:
                         EpisodeStatus,
                         timeout_s=POLL_S + CALL_TIMEOUT_S,
                     )
-                if status.state is EpisodeState.COMPLETED and status.reward is None:
-                    raise TaskServerError(f"task {self.task}: {url} completed an episode without a reward")
-                return status
+                ended = True
         except TimeoutError:
             raise TaskServerError(
                 f"task {self.task}: {url} did not end an episode within its {request.timeout_s:g} s"
             ) from None
         finally:
             self._load[url] -= 1
-            if started:
-                await self._forget(url, request.episode_id)
+            if started and not ended:
+                await self._cancel(url, request.episode_id)
+        if status.state is EpisodeState.COMPLETED and status.reward is None:
+            raise TaskServerError(f"task {self.task}: {url} completed an episode without a reward")
+        return status
 
     async def _start(self, url: str, request: EpisodeRequest) -> EpisodeStatus:
         try:
@@ -104,14 +108,13 @@ class TaskClient:
         except aiohttp.ClientConnectionError as error:
             raise TaskServerFull(f"task {self.task}: {url} can't be reached: {error}") from None
 
-    async def _forget(self, url: str, episode_id: str) -> None:
-        """Tell the server that its record of the episode is no longer needed; it reaps what it is not told of."""
-        http = self._session()
+    async def _cancel(self, url: str, episode_id: str) -> None:
+        """Best effort: a server that does not hear of it fails the episode at its own timeout."""
         try:
-            async with http.delete(f"{url}/episodes/{episode_id}") as response:
+            async with self._session().delete(f"{url}/episodes/{episode_id}") as response:
                 await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise TaskServerError(f"task {self.task}: {url} did not take back an episode: {error!r}") from None
+            log.warning("task %s: %s could not be told to cancel an episode: %r", self.task, url, error)
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ def save_trajectories(path: Path, trajectories: Sequence[Trajectory], stale: Seq
         {name: getattr(t, name) for name in SCALARS} | {"length": len(t), "metrics": dict(t.metrics), "stale": is_stale}
         for t, is_stale in zip(trajectories, stale, strict=True)
     ]
-    arrays = {name: np.concatenate([getattr(t, name) for t in trajectories]) for name in ARRAYS}
+    arrays: dict[str, Any] = {name: np.concatenate([getattr(t, name) for t in trajectories]) for name in ARRAYS}
     header = json.dumps({"current_version": version, "rows": rows})
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -39,7 +40,7 @@ def load_trajectories(path: Path) -> tuple[list[Trajectory], list[bool], int]:
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{path} is no file of trajectories: {error}") from None
     ends = np.cumsum([row["length"] for row in header["rows"]])[:-1]
-    parts = {name: np.split(array, ends) for name, array in arrays.items()}
+    parts: dict[str, Any] = {name: np.split(array, ends) for name, array in arrays.items()}
     trajectories = [
         Trajectory(
             **{name: parts[name][index] for name in ARRAYS},
