@@ -1,12 +1,13 @@
 """What an algorithm is given and what it gives.
 
-Layout: samples are packed without padding. Token ``t`` of sample ``s`` lies at ``cu_seqlens[s] <= t < cu_seqlens[s+1]``.
-A log-prob, value or advantage stands at the position of the token it is about: ``logprobs[t]`` is that of token ``t``
-given the tokens of its sample before it, and the first token of a sample has 0.
+Layout: samples are packed without padding. Token ``t`` of sample ``s`` lies at
+``cu_seqlens[s] <= t < cu_seqlens[s+1]``. A log-prob, value or advantage stands at the position of the token it is
+about: ``logprobs[t]`` is that of token ``t`` given the tokens of its sample before it, and the first token of a sample
+has 0.
 
-The trainer calls, for each update: ``prepare`` once with the whole global batch, then ``loss`` once a micro-batch (whole
-samples, in any order and split). Every denominator is in ``Targets.weights``, computed before the split, so that
-``sum(loss over micro-batches)`` does not depend on the split.
+The trainer calls, for each update: ``prepare`` once with the whole global batch, then ``loss`` once a micro-batch
+(whole samples, in any order and split). Every denominator is in ``Targets.weights``, computed before the split, so
+that ``sum(loss over micro-batches)`` does not depend on the split.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class RolloutBatch:
     truncated: Bool[Tensor, " rollouts"]
     dropped: Bool[Tensor, " rollouts"]
     """True where it is only kept for its group's baseline (it was too stale): no loss."""
+    repeated: Bool[Tensor, " rollouts"] | None = None
+    """True where it is a copy in the place of a failed rollout: it trains, its group's baseline leaves it out."""
     old_logprobs: Float32[Tensor, " tokens"] | None = None
     ref_logprobs: Float32[Tensor, " tokens"] | None = None
     values: Float32[Tensor, " tokens"] | None = None
@@ -111,24 +114,6 @@ class LossOutput:
     metrics: Metrics
 
 
-class AlgorithmConfig(BaseModel):
-    """Base of every algorithm's options: frozen, unknown keys refused by name."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Algorithm(ABC):
-    """An objective. ``algorithms.NAME`` holds one, as ``Config`` (its options) and ``build(config) -> Algorithm``."""
-
-    needs: frozenset[Need] = frozenset()
-
-    @abstractmethod
-    def prepare(self, batch: RolloutBatch) -> Targets: ...
-
-    @abstractmethod
-    def loss(self, inputs: LossInputs) -> LossOutput: ...
-
-
 class GroupVerdict(StrEnum):
     """What becomes of a finished group of rollouts before it is put into a batch."""
 
@@ -142,3 +127,29 @@ class GroupDecision:
     verdict: GroupVerdict
     repeat: Sequence[int] = ()
     """Rollouts, by index within the group, to repeat in place of those that failed, in the failed ones' order."""
+
+
+class AlgorithmConfig(BaseModel):
+    """Base of every algorithm's options: frozen, unknown keys refused by name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Algorithm(ABC):
+    """An objective. ``algorithms.NAME`` holds one, as ``Config`` (its options) and ``build(config) -> Algorithm``."""
+
+    needs: frozenset[Need] = frozenset()
+    group_size: int = 1
+    """Rollouts a prompt."""
+    max_staleness: int | None = None
+    """``prepare`` leaves out what lags the current weights by more versions; None where it takes everything."""
+
+    @abstractmethod
+    def prepare(self, batch: RolloutBatch) -> Targets: ...
+
+    @abstractmethod
+    def loss(self, inputs: LossInputs) -> LossOutput: ...
+
+    def decide_group(self, rewards: Float64[Tensor, " rollouts"], valid: Bool[Tensor, " rollouts"]) -> GroupDecision:
+        """What becomes of one prompt's finished rollouts; an algorithm without groups keeps every one that is valid."""
+        return GroupDecision(GroupVerdict.KEEP if bool(valid.any()) else GroupVerdict.ENVIRONMENT)
