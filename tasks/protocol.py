@@ -1,15 +1,17 @@
 """The wire protocol between the orchestrator and a task server, and what a task tells the trainer's side.
 
 An *episode server* owns rollout and reward. The orchestrator POSTs an ``EpisodeRequest`` to ``/episodes``; the server
-plays the episode against ``gateway_url`` with any OpenAI client and keeps its ``EpisodeStatus`` until it is fetched:
+plays the episode against ``gateway_url`` with any OpenAI client and keeps its ``EpisodeStatus``:
 
-    POST   /episodes              202 EpisodeStatus; 429 when full; the same id again answers with the same episode
-    GET    /episodes/{id}?wait_s  EpisodeStatus, as soon as it has ended or after wait_s seconds
+    POST   /episodes              202 EpisodeStatus; 429 when full; 422 for a bad body; the same id again answers with
+                                  the same episode, or 409 when the rest of the request differs
+    GET    /episodes/{id}?wait_s  EpisodeStatus, as soon as it has ended or after wait_s seconds; 404 when unknown
     DELETE /episodes/{id}         204, cancels and forgets; idempotent
     GET    /health                Health
     GET    /metadata              Metadata
 
-Task data travels in the request: servers keep no data set.
+Every answer of 400 and above carries a ``Refusal``. An ended episode is kept until it is deleted, or for the server's
+retention time when nobody does. Task data travels in the request: servers keep no data set.
 """
 
 from __future__ import annotations
@@ -43,14 +45,15 @@ class EpisodeEnd(enum.StrEnum):
 
 
 class EpisodeRequest(Wire):
-    episode_id: str
-    gateway_url: str
+    episode_id: str = Field(pattern=r"^[A-Za-z0-9._~:-]{1,200}$")
+    """Chosen by the caller; it stands in a URL's path as it is."""
+    gateway_url: str = Field(pattern=r"^https?://")
     """Base URL for an OpenAI client (ends in /v1); it names the episode's session at the gateway."""
     data: dict[str, Any]
     """The prompt's data, as the task's own ``prompts`` made it."""
     max_tokens: int = Field(gt=0)
     """Token limit of one turn."""
-    timeout_s: float = Field(gt=0)
+    timeout_s: float = Field(gt=0, allow_inf_nan=False)
     """The server fails the episode after this many seconds."""
 
 
@@ -68,6 +71,13 @@ class Health(Wire):
     status: Literal["ok"] = "ok"
     slots: int
     free_slots: int
+    ended: dict[EpisodeState, int] = {}
+    """Episodes that ended since the server started, by state."""
+
+
+class Refusal(Wire):
+    error: str
+    """One line that names what is wrong."""
 
 
 class Metadata(Wire):
@@ -89,7 +99,7 @@ class Prompt(Wire):
 
 
 class Task(BaseModel):
-    """A task's options, and its data: the base class of ``tasks.NAME.task.NAMETask``.
+    """A task's options, and its data: ``tasks/NAME/task.py`` holds one subclass.
 
     Options are given in ``configs/task/NAME.yaml``; unknown ones are refused by name. It runs where the data is needed
     (the trainer's side) and in the server, and imports nothing heavy.
