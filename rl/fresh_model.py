@@ -41,8 +41,8 @@ def character_tokenizer(context_length: int) -> PreTrainedTokenizerFast:
     """One token a character of printable ASCII; the roles and the end of a turn are special tokens."""
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")  # type: ignore[assignment]
-    tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",

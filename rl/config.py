@@ -1,0 +1,204 @@
+"""The whole configuration of a run. Hydra composes it from ``configs/``; ``check`` types it before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from rl.fresh_model import FreshModel
+from rl.trainer.config import OptimizerConfig, TrainerConfig
+from rollout.engine.config import EngineConfig
+
+STAGES = ("sft", "agent_rl", "reasoning_rl")
+Stage = Literal["sft", "agent_rl", "reasoning_rl"]
+
+
+class ConfigError(ValueError):
+    """The configuration can't be run; every line names a key, what is wrong, and what would be right."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(Section):
+    """Where the weights come from: an HF directory, or a small random model that SFT trains first."""
+
+    checkpoint: Path | None = None
+    """HF directory with tokenizer and chat template."""
+    fresh: FreshModel | None = None
+    name: str = "policy"
+    """What clients of the gateway call it."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.checkpoint is None and self.fresh is None:
+            raise ValueError("give model.checkpoint (an HF directory) or model.fresh (shape of a new small model)")
+        return self
+
+
+class TaskConfig(Section):
+    """One task of the run and where its servers are."""
+
+    options: dict[str, Any] = {}
+    share: float = Field(1.0, gt=0)
+    """Relative share of the groups."""
+    slots: int = Field(256, gt=0)
+    """Episodes that one server plays at once."""
+    max_tokens: int = Field(gt=0)
+    """Of one turn."""
+    episode_timeout_s: float = Field(120.0, gt=0)
+    url: str | list[str] | None = None
+    """Servers that run elsewhere; null starts ``replicas`` of them here."""
+    replicas: int = Field(1, gt=0)
+
+
+class SFTConfig(Section):
+    """Supervised fine-tuning on the tasks' demonstrations: the stage ``sft``, and what the RL stages begin with when
+    they are given no checkpoint."""
+
+    steps: int = Field(gt=0)
+    conversations_per_step: int = Field(gt=0)
+    optimizer: OptimizerConfig
+
+
+class RolloutConfig(Section):
+    groups_per_step: int = Field(gt=0)
+    """Prompts that one update trains on."""
+    staleness: int = Field(1, ge=0)
+    """Steps that generation may run ahead of training; 0 is synchronous."""
+    temperature: float = Field(1.0, gt=0)
+    max_rollouts: int = Field(gt=0)
+    """Episodes in flight."""
+    max_attempts: int = Field(3, gt=0)
+    """Tries of an episode whose environment fails."""
+    max_refusals: int = Field(50, gt=0)
+    """Times in a row that an episode is refused by a full or unreachable server before it counts as failed."""
+    max_failures_in_a_row: int = Field(64, gt=0)
+    """Failed episodes of one task without a success between, after which the run stops."""
+    save_trajectories: bool = True
+    gateway_host: str = "127.0.0.1"
+    gateway_port: int = Field(0, ge=0, lt=65536)
+    """0 takes a free one."""
+
+
+class EvaluationConfig(Section):
+    prompts: int = Field(ge=0)
+    """Per task, from the eval split, each once sampled and once greedy; 0 turns evaluation off."""
+    concurrency: int = Field(64, gt=0)
+    every: int = Field(0, ge=0)
+    """Steps between evaluations beside the ones before and after; 0: only those two."""
+
+
+class CheckpointConfig(Section):
+    every: int = Field(10, ge=0)
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep: int = Field(2, ge=1)
+
+
+class ClusterConfig(Section):
+    """Ray: ``address`` null starts one on this machine."""
+
+    address: str | None = None
+    cpus: int = Field(2, gt=0)
+    """That the local Ray is told it has."""
+    object_store_bytes: int = Field(128 * 2**20, ge=80 * 2**20)
+    start_timeout_s: float = Field(120.0, gt=0)
+
+
+class TrackingConfig(Section):
+    wandb: Literal["offline", "online", "off"] = "offline"
+    project: str = "atelier"
+    name: str | None = None
+    console: bool = True
+    samples_per_step: int = Field(4, ge=0)
+    """Trajectories that are shown as text in the tracker's table, each step."""
+
+
+class RunConfig(Section):
+    """One run of one stage."""
+
+    stage: Stage
+    run_dir: Path
+    seed: int = Field(0, ge=0, lt=2**31)
+    steps: int = Field(gt=0)
+    resume: Path | Literal["no", "auto"] = "no"
+    """``auto``: from the newest checkpoint of ``run_dir`` if it has one; a path: from that checkpoint."""
+    overwrite: bool = False
+    """Let a new run replace the one that ``run_dir`` holds."""
+    replay: Path | None = None
+    """Train on the trajectories recorded by that run, without engine or task servers."""
+    model: ModelConfig
+    tasks: dict[str, TaskConfig] = Field(min_length=1)
+    sft: SFTConfig
+    algorithm: dict[str, Any]
+    rollout: RolloutConfig
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
+    trainer: TrainerConfig
+    engine: EngineConfig
+    cluster: ClusterConfig
+    tracking: TrackingConfig
+
+    @field_validator("resume", mode="before")
+    @classmethod
+    def _yaml_no(cls, value: object) -> object:
+        return "no" if value is False else value  # YAML reads a bare no as false
+
+    @model_validator(mode="after")
+    def _fits_the_context(self) -> Self:
+        for name, task in self.tasks.items():
+            if task.max_tokens >= self.engine.context_length:
+                raise ValueError(
+                    f"tasks.{name}.max_tokens={task.max_tokens} does not fit into engine.context_length="
+                    f"{self.engine.context_length}: raise the one or lower the other"
+                )
+        if self.model.fresh is not None and self.engine.context_length > self.model.fresh.context_length:
+            raise ValueError(
+                f"engine.context_length={self.engine.context_length} is more than the model has positions for: "
+                f"model.fresh.context_length={self.model.fresh.context_length}"
+            )
+        return self
+
+
+def check(composed: Mapping[str, Any]) -> RunConfig:
+    """The typed config.
+
+    Raises:
+        ConfigError: naming each key that is unknown, missing or wrong.
+    """
+    if "stage" not in composed or composed["stage"] is None:
+        raise ConfigError(f"no stage is chosen: add +stage=NAME, one of {', '.join(STAGES)}")
+    try:
+        return RunConfig.model_validate(dict(composed))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_line(problem) for problem in error.errors(include_url=False))) from error
+
+
+def _line(problem: Mapping[str, Any]) -> str:
+    path = [str(part) for part in problem["loc"]]
+    key = ".".join(path)
+    if problem["type"] == "extra_forbidden":
+        known = _fields_at(path[:-1])
+        close = difflib.get_close_matches(path[-1], known, n=1)
+        return f"{key}: unknown key" + (f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}")
+    if problem["type"] == "missing":
+        return f"{key}: required, but not set"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}" if key else message
+
+
+def _fields_at(path: list[str]) -> list[str]:
+    """Names of the fields of the section at a path of keys."""
+    model: Any = RunConfig
+    for part in path:
+        annotation = model.model_fields[part].annotation if part in getattr(model, "model_fields", {}) else None
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        sections = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if sections:
+            model = sections[-1]
+    return sorted(model.model_fields)
