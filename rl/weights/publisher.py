@@ -1,0 +1,132 @@
+"""Publishing weights: version v is on all engines or on none, and no token of another version is sampled meanwhile.
+
+    check -> pause all -> load into all -> flush all -> every engine says v -> resume all
+               |             | failed `attempts` times
+               |             '-> load the fallback into all -> resume all, raise (none has v)
+               |                             | failed, or no fallback
+               |                             '-> all stay paused, raise with mixed=True
+               '-> resume all, raise (nothing was touched)
+
+Requests in flight are retracted, not ended: after the resume they are prefilled again by the new weights and go on, so
+that every token is sampled by the weights its version says. Flushing drops the old weights' prefixes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rl.weights.transports import Transport, WeightTarget, on_all
+from rollout.engine.protocol import EngineError
+
+
+class PublishError(RuntimeError):
+    """A version was not published; the message names the engines that failed."""
+
+    def __init__(self, message: str, mixed: bool) -> None:
+        super().__init__(message)
+        self.mixed = mixed
+        """True where the engines may hold different weights; they are then left paused, and no token is sampled."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One publication."""
+
+    version: int
+    seconds: float
+    """From the pause to the resume: the time in which no engine generates."""
+    load_seconds: float
+    nbytes: int
+    """Of the tensors, for one engine."""
+    attempts: int
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """The weights to go back to: what the engines hold before the publication."""
+
+    transport: Transport
+    version: int
+
+
+async def publish(
+    engines: Sequence[WeightTarget],
+    transport: Transport,
+    version: int,
+    expected: Mapping[str, tuple[int, ...]],
+    fallback: Fallback | None = None,
+    attempts: int = 2,
+) -> Published:
+    """Put one version of the weights on all engines.
+
+    Args:
+        expected: shape of each of the model's tensors by HF name (``directory_shapes``).
+        attempts: how often loading is tried.
+
+    Raises:
+        ValueError: before anything is touched, where the weights do not fit the model.
+        PublishError: where an engine failed; see ``mixed``.
+    """
+    transport.check(expected)
+    if fallback is not None:
+        fallback.transport.check(expected)
+    started = time.monotonic()
+    resumable = True  # all engines hold the same weights
+    try:
+        await on_all(engines, lambda engine: engine.pause())
+        resumable = False
+        load_started = time.monotonic()
+        used = await _load(engines, transport, version, attempts)
+        load_seconds = time.monotonic() - load_started
+        resumable = True
+    except EngineError as error:
+        message = f"version {version} was not published: {error}"
+        if not resumable:
+            resumable, outcome = await _fall_back(engines, fallback)
+            message += f"; {outcome}"
+        raise PublishError(message, mixed=not resumable) from error
+    finally:
+        if resumable:
+            await _resume(engines, version)
+    return Published(version, time.monotonic() - started, load_seconds, transport.nbytes, used)
+
+
+async def _load(engines: Sequence[WeightTarget], transport: Transport, version: int, attempts: int) -> int:
+    """Load, flush and verify; returns the number of attempts it took."""
+    failures: list[EngineError] = []
+    for attempt in range(1, attempts + 1):
+        try:
+            await transport.load(engines, version)
+            await on_all(engines, lambda engine: engine.flush())
+            await on_all(engines, lambda engine: _verify(engine, version))
+        except EngineError as error:
+            failures.append(error)
+        else:
+            return attempt
+    raise EngineError(f"{attempts} attempts failed: {'; then '.join(map(str, failures))}") from failures[0]
+
+
+async def _verify(engine: WeightTarget, version: int) -> None:
+    found = await engine.weight_version()
+    if found != version:
+        raise EngineError(f"{engine.url} says that it has version {found} after loading {version}")
+
+
+async def _fall_back(engines: Sequence[WeightTarget], fallback: Fallback | None) -> tuple[bool, str]:
+    """Go back; returns whether all engines hold the fallback's weights, and what to say of it."""
+    if fallback is None:
+        return False, "there is nothing to fall back to, so the engines stay paused"
+    try:
+        await _load(engines, fallback.transport, fallback.version, attempts=1)
+    except EngineError as error:
+        return False, f"falling back to version {fallback.version} failed too, so the engines stay paused: {error}"
+    return True, f"all engines are back at version {fallback.version}"
+
+
+async def _resume(engines: Sequence[WeightTarget], version: int) -> None:
+    try:
+        await on_all(engines, lambda engine: engine.resume())
+    except EngineError as error:
+        raise PublishError(f"resuming around version {version} failed: {error}", mixed=False) from error
