@@ -18,7 +18,7 @@ class Ledger:
 
     def __init__(self, path: Path, resume_step: int) -> None:
         self.path = path
-        drop_lines_after(path, phase="rl", step=resume_step)
+        drop_lines_after(path, resume_step)
 
     def record(self, step: int, batch: Batch) -> None:
         """Called once the step's weights exist; flushed before the checkpoint that contains them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,7 +13,7 @@ class Stopwatch:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
-        self.totals: Counter[str] = Counter()
+        self.totals: defaultdict[str, float] = defaultdict(float)
         self._since = clock()
         self._phase = "other"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from rl.config import RunConfig
+from rl.files import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class JsonLinesTracker:
         self._file.close()
 
 
-def drop_lines_after(path: Path, phase: str, step: int) -> None:
+def drop_lines_after(path: Path, step: int) -> None:
     """Take back what a run logged after the checkpoint that it resumes from (and a last line that was cut)."""
     if not path.exists():
         return
@@ -70,11 +70,9 @@ def drop_lines_after(path: Path, phase: str, step: int) -> None:
         except json.JSONDecodeError:
             log.warning("%s: dropped a line that was cut by a crash", path)
             continue
-        if row.get("phase", phase) != phase or row["step"] <= step:
+        if row.get("phase") == "sft" or row["step"] <= step:
             kept.append(line)
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(line + "\n" for line in kept))
-    os.replace(partial, path)
+    write_atomically(path, "".join(line + "\n" for line in kept))
 
 
 class ConsoleTracker:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,6 @@ async def evaluate(
     temperature: float,
     seed: int,
     concurrency: int,
-    on_episode: Callable[[], None],
 ) -> EvaluationResult:
     """Play each (prompt id, data) of one task once, ``concurrency`` at a time; a failed one up to three times."""
     room = asyncio.Semaphore(concurrency)
@@ -50,7 +49,6 @@ async def evaluate(
                     outcome = EpisodeOutcome(False, 0.0, 0, [], str(error))
                 if outcome.valid:
                     break
-            on_episode()
             return outcome
 
     async with asyncio.TaskGroup() as group:

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollout.chat import ChatRenderer
-from rollout.engine.protocol import Engine, EngineError, FinishReason, Generation, Sampling
+from rollout.engine.protocol import EngineError, FinishReason, Generation, Sampling
 from rollout.session import RolloutKey, SessionRecord
 
 MAX_RESUMPTIONS = 64
@@ -28,10 +28,16 @@ NEUTRAL = {"top_p": 1, "n": 1, "presence_penalty": 0, "frequency_penalty": 0, "s
 """Request fields that may be given with this value only."""
 
 
-class EngineRouter(Protocol):
-    def engine_for(self, session_id: str) -> Engine:
-        """The engine that serves this session; raises ``EngineError`` when none is healthy."""
-        ...
+class Engines(Protocol):
+    """The engines behind one address; a session stays on the one that has its prefix cached."""
+
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, request_id: str, session: str
+    ) -> Generation: ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None: ...
+
+    def end_session(self, session: str) -> None: ...
 
 
 class ChatMessage(BaseModel):
@@ -88,8 +94,8 @@ def _error(status: int, message: str, code: str) -> web.Response:
 class Gateway:
     """The HTTP endpoint and its sessions. Lives in one asyncio loop; ``start`` and ``stop`` frame its life."""
 
-    def __init__(self, router: EngineRouter, renderer: ChatRenderer, context_length: int, model_name: str) -> None:
-        self.router = router
+    def __init__(self, engines: Engines, renderer: ChatRenderer, context_length: int, model_name: str) -> None:
+        self.engines = engines
         self.renderer = renderer
         self.context_length = context_length
         self.model_name = model_name
@@ -128,7 +134,8 @@ class Gateway:
         session = self._sessions.pop(session_id)
         session.closed = True
         if session.in_flight:
-            await self.router.engine_for(session_id).abort(sorted(session.in_flight))
+            await self.engines.abort(sorted(session.in_flight))
+        self.engines.end_session(session_id)
         return session.record
 
     @property
@@ -202,7 +209,7 @@ class Gateway:
             )
             session.in_flight.add(request_id)
             try:
-                generation = await self.router.engine_for(session_id).generate(prompt + sampled, sampling, request_id)
+                generation = await self.engines.generate(prompt + sampled, sampling, request_id, session_id)
             finally:
                 session.in_flight.discard(request_id)
             generations.append(generation)

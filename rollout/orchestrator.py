@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rollout.episode import EpisodeOutcome, EpisodeRunner
@@ -31,9 +31,12 @@ class Batch:
     groups: list[TakenGroup]
     dropped: list[DroppedGroup]
     """Groups that were dropped since the batch before."""
-    rollouts_by_task: Mapping[str, int] = field(default_factory=dict)
-    failures: Mapping[str, int] = field(default_factory=dict)
+    failures: Mapping[str, int]
     """Failed episodes since the batch before, by task (retried ones included)."""
+    generating_s: float
+    """Seconds that the caller waited for it while episodes ran."""
+    idle_s: float
+    """Seconds that the caller waited for it while none ran (all were delayed)."""
 
 
 class Orchestrator:
@@ -102,32 +105,36 @@ class Orchestrator:
         Raises:
             RolloutsFailed: a task's episodes only fail.
         """
+        generating_s = idle_s = 0.0
         while True:
             if self._fatal is not None:
                 raise self._fatal
             taken, dropped = self.scheduler.take_batch()
             self._forget(dropped)
             if taken is not None:
-                return self._batch(taken)
+                return self._batch(taken, generating_s, idle_s)
             self._pump()
             self._changed.clear()
+            since, running = time.perf_counter(), bool(self._episodes)
             await self._changed.wait()
+            waited = time.perf_counter() - since
+            generating_s, idle_s = (generating_s + waited, idle_s) if running else (generating_s, idle_s + waited)
 
-    def _batch(self, taken: list[TakenGroup]) -> Batch:
+    def _batch(self, taken: list[TakenGroup], generating_s: float, idle_s: float) -> Batch:
         trajectories: list[Trajectory] = []
         stale: list[bool] = []
-        rollouts: Counter[str] = Counter()
         for group in taken:
             for sample_id, member in enumerate(group.members):
-                # A rollout that stands in for a failed one is another sample of its group.
-                segments = [t.replace(sample_id=sample_id) for t in self._kept[member.rollout_id]]
+                segments = [
+                    t.replace(sample_id=sample_id, repeated=t.sample_id != sample_id)
+                    for t in self._kept[member.rollout_id]
+                ]
                 trajectories += segments
                 stale += [member.stale] * len(segments)
-            rollouts[group.ref.task] += len(group.members)
         for group in taken:
             for member in group.members:
                 self._kept.pop(member.rollout_id, None)
-        batch = Batch(trajectories, stale, taken, self._dropped, rollouts, self._failures)
+        batch = Batch(trajectories, stale, taken, self._dropped, self._failures, generating_s, idle_s)
         self._dropped = []
         self._failures = Counter()
         return batch

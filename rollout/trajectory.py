@@ -54,6 +54,8 @@ class Trajectory:
     """Index of the rollout within its group."""
     stop_reason: StopReason
     segment: int = 0
+    repeated: bool = False
+    """A copy in the place of a failed rollout of its group: it trains, but its group's baseline leaves it out."""
     routed_experts: Int32[np.ndarray, "tokens layers top_k"] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 

@@ -13,7 +13,18 @@ import numpy as np
 from rollout.trajectory import StopReason, Trajectory
 
 ARRAYS = ("token_ids", "action_mask", "rollout_logprobs", "weight_versions", "turn_index")
-SCALARS = ("temperature", "reward", "task", "epoch", "prompt_id", "group_id", "sample_id", "stop_reason", "segment")
+SCALARS = (
+    "temperature",
+    "reward",
+    "task",
+    "epoch",
+    "prompt_id",
+    "group_id",
+    "sample_id",
+    "stop_reason",
+    "segment",
+    "repeated",
+)
 
 
 def save_trajectories(path: Path, trajectories: Sequence[Trajectory], stale: Sequence[bool], version: int) -> None:

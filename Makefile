@@ -1,0 +1,53 @@
+# make demo: install and watch a model learn to use a tool. make test: install and run every check.
+PYTHON ?= python3.11
+# Elsewhere than on a machine whose index serves the CPU build of torch: make demo PIP_ARGS="--extra-index-url URL"
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PACKAGES := rl rollout algorithms teachers tasks
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow lint types layering unit format hooks clean
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(STAMP)  ## make .venv with the locked packages
+
+$(STAMP): requirements.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --no-deps $(PIP_ARGS) -r requirements.lock
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: install  ## agentic RL on this machine: real SGLang, real Megatron, 2 cores
+	$(BIN)/python train.py +stage=agent_rl run_dir=runs/demo overwrite=true
+
+test: install lint types layering unit  ## every check that needs no GPU
+
+lint: install  ## ruff: format and lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: install  ## mypy
+	$(BIN)/mypy
+
+layering: install  ## which package may import which
+	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+
+unit: install  ## pytest without the slow tests
+	$(BIN)/python -m pytest -m "not slow" --durations=10
+
+test-slow: install  ## learning tests and long faults
+	$(BIN)/python -m pytest -m slow --durations=10
+
+format: install  ## ruff: format and fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+hooks: install  ## run the checks before each commit
+	$(BIN)/pre-commit install
+
+clean:  ## remove caches (not runs, not .venv)
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

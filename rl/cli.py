@@ -1,0 +1,115 @@
+"""The command line: ``train.py``, and the ``atelier`` command."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from rl.compose import compose_config
+from rl.config import STAGES, ConfigError, check
+
+if TYPE_CHECKING:
+    from rl.preflight import Plan
+
+USAGE = f"""usage: python train.py +stage=NAME [key=value ...] [--cfg]
+
+stages: {", ".join(STAGES)}
+  --cfg    print the whole composed config and stop
+Keys are those of configs/*.yaml (Hydra): run_dir=runs/mine seed=1 task=[calculator,sorting] algorithm=grpo ..."""
+
+EXIT_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Compose, check, run; returns the exit code. Bad input costs seconds and starts nothing."""
+    if "-h" in arguments or "--help" in arguments:
+        print(USAGE)
+        return 0
+    console = Console(highlight=False)
+    errors = Console(stderr=True, highlight=False)
+    try:
+        composed = compose_config([argument for argument in arguments if argument != "--cfg"])
+        config = check(composed)
+        if "--cfg" in arguments:
+            import yaml
+
+            print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+            return 0
+        from rl.preflight import check_run  # the imports from here on take seconds
+        from rl.runner import prepare_config
+
+        plan = check_run(prepare_config(config))
+    except ConfigError as error:
+        errors.print(f"[bold red]config error:[/] {error}", markup=True, soft_wrap=True)
+        return EXIT_BAD_CONFIG
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    return _run(plan, console, errors)
+
+
+def _run(plan: Plan, console: Console, errors: Console) -> int:
+    from rl.runner import run_stage
+
+    try:
+        summary = asyncio.run(_until_signalled(run_stage(plan, console)))
+    except ConfigError as error:
+        errors.print(f"[bold red]config error:[/] {error}", soft_wrap=True)
+        return EXIT_BAD_CONFIG
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        errors.print(f"interrupted; go on with resume=auto run_dir={plan.folder.path}")
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        logging.getLogger(__name__).debug("the run failed", exc_info=True)
+        errors.print_exception() if not _is_plain(error) else None
+        errors.print(f"[bold red]run failed:[/] {error}", soft_wrap=True)
+        return EXIT_FAILED
+    _report(summary, console)
+    return 0
+
+
+def _is_plain(error: Exception) -> bool:
+    """Errors whose message says all: no traceback is needed."""
+    from rl.weights.publisher import PublishError
+    from rollout.engine.protocol import EngineError
+    from rollout.orchestrator import RolloutsFailed
+    from rollout.processes import ProcessError
+    from rollout.task_client import TaskServerError
+
+    return isinstance(error, EngineError | ProcessError | TaskServerError | RolloutsFailed | PublishError)
+
+
+async def _until_signalled(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """SIGTERM cancels the work as Ctrl-C does, so that everything started is ended."""
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    return await task
+
+
+def _report(summary: dict[str, Any], console: Console) -> None:
+    console.print(f"done in {summary['seconds']:.0f} s: {summary['model']}")
+    for task, after in summary["reward_after"].items():
+        before = summary["reward_before"].get(task, {})
+        parts = [f"{name} {before.get(name) or 0:.2f} -> {after[name] or 0:.2f}" for name in after]
+        console.print(f"  {task}: reward {', '.join(parts)}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``atelier train ...`` is ``python train.py ...``."""
+    parser = argparse.ArgumentParser(prog="atelier", description="RL post-training of large language models.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("train", help="run a stage", add_help=False)
+    arguments, rest = parser.parse_known_args(argv)
+    assert arguments.command == "train"
+    return train(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

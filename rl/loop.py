@@ -1,0 +1,177 @@
+"""The loops of a run: SFT on demonstrations; RL as collect, update, publish; and a replay without engines."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from algorithms import registry as algorithms
+from algorithms.metrics import metric_values
+from rl.demonstrations import demonstration_batches
+from rl.figures import readable_samples, rollout_figures
+from rl.ledger import Ledger
+from rl.parts import Parts, Rewards, Totals
+from rl.trainer.result import UpdateResult
+from rollout.orchestrator import Batch, Orchestrator
+from rollout.prompts import PromptStream
+from rollout.scheduler import Scheduler, SchedulerConfig, SchedulerState, Verdict
+from rollout.trajectory_file import load_trajectories, save_trajectories
+
+
+async def sft_loop(parts: Parts) -> None:
+    """Fine-tune the trainer's model on the tasks' demonstrations."""
+    config = parts.plan.config
+    algorithm = parts.plan.algorithm if config.stage == "sft" else algorithms.build("sft", {})
+    await parts.trainer.set_optimizer(config.sft.optimizer, config.sft.steps)
+    batches = demonstration_batches(
+        parts.plan.tasks, parts.renderer, config.sft.conversations_per_step, config.engine.context_length, config.seed
+    )
+    for step in range(1, config.sft.steps + 1):
+        started = time.perf_counter()
+        with parts.stopwatch.phase("sft"):
+            result = await parts.trainer.update(next(batches), 0, algorithm)
+        parts.tracker.log("sft", step, _update_figures(result) | {"seconds/step": time.perf_counter() - started})
+
+
+def build_orchestrator(parts: Parts, state: SchedulerState | None) -> Orchestrator:
+    """The orchestrator of a run, at its start or at a checkpoint's state."""
+    config, algorithm = parts.plan.config, parts.plan.algorithm
+    prompts = {name: {p.prompt_id: p.data for p in task.prompts("train")} for name, task in parts.plan.tasks.items()}
+    streams = {name: PromptStream(name, list(data), config.seed) for name, data in prompts.items()}
+
+    def judge(rewards: Sequence[float], valid: Sequence[bool]) -> Verdict:
+        decision = algorithm.decide_group(rewards, valid)
+        kept = decision.verdict == "keep"
+        return Verdict(drop=None if kept else str(decision.verdict), repeat=decision.repeat)
+
+    scheduler = Scheduler(
+        SchedulerConfig(
+            group_size=algorithm.group_size,
+            groups_per_step=config.rollout.groups_per_step,
+            steps_ahead=config.rollout.staleness,
+            max_lag=algorithm.max_staleness,
+            max_rollouts=config.rollout.max_rollouts,
+            max_attempts=config.rollout.max_attempts,
+            max_refusals=config.rollout.max_refusals,
+            shares={name: task.share for name, task in config.tasks.items()},
+            slots=parts.generating.slots,
+        ),
+        streams,
+        judge,
+    )
+    if state is not None:
+        scheduler.restore(state)
+    return Orchestrator(
+        scheduler,
+        parts.generating.runner,
+        prompts,
+        config.rollout.temperature,
+        config.seed,
+        config.rollout.max_failures_in_a_row,
+    )
+
+
+async def rl_loop(parts: Parts, orchestrator: Orchestrator, first_step: int, rewards_before: Rewards) -> None:
+    """Collect, update, publish, from ``first_step`` to the last; generation goes on meanwhile as far as the staleness
+    allows."""
+    config, folder, stopwatch = parts.plan.config, parts.plan.folder, parts.stopwatch
+    ledger = Ledger(folder.ledger, first_step - 1)
+    orchestrator.start()
+    try:
+        for step in range(first_step, config.steps + 1):
+            before = stopwatch.read()
+            with stopwatch.phase("generate"):
+                batch = await orchestrator.next_batch()
+            stopwatch.move("generate", "wait", batch.idle_s)
+            if config.rollout.save_trajectories:
+                path = folder.trajectories(step)
+                await asyncio.to_thread(save_trajectories, path, batch.trajectories, batch.stale, step - 1)
+            with stopwatch.phase("train"):
+                result = await parts.trainer.update(batch.trajectories, step - 1, parts.plan.algorithm)
+            orchestrator.trained()
+            with stopwatch.phase("publish"):
+                await parts.publish(step)
+            orchestrator.published(step)
+            ledger.record(step, batch)
+            _log_step(parts, orchestrator, step, batch, result, before)
+            if step == config.steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                await _save_checkpoint(parts, orchestrator, step, rewards_before)
+            if config.evaluation.every and step % config.evaluation.every == 0 and step < config.steps:
+                with stopwatch.phase("evaluate"):
+                    await parts.evaluate(step)
+    finally:
+        await orchestrator.stop()
+
+
+def _log_step(
+    parts: Parts, orchestrator: Orchestrator, step: int, batch: Batch, result: UpdateResult, before: dict[str, float]
+) -> None:
+    figures = rollout_figures(batch, step - 1) | _update_figures(result)
+    figures |= {f"scheduler/{name}": value for name, value in orchestrator.scheduler.gauges().items()}
+    stats = parts.generating.gateway.stats
+    figures |= {"turns_total": float(stats.turns), "resumptions_total": float(stats.resumptions)}
+    seconds = {name: value - before.get(name, 0.0) for name, value in parts.stopwatch.read().items()}
+    wall = sum(seconds.values())
+    figures |= {f"seconds/{name}": value for name, value in sorted(seconds.items()) if value}
+    figures |= {"seconds/step": wall, "tokens_per_second": figures["action_tokens"] / wall}
+    parts.tracker.log("rl", step, figures)
+    decode = parts.renderer.tokenizer.decode
+    parts.tracker.samples(
+        step, readable_samples(batch.trajectories, parts.plan.config.tracking.samples_per_step, decode)
+    )
+    totals = parts.totals
+    if result.logprob_gap_max is not None:
+        totals.logprob_gap_max = max(totals.logprob_gap_max or 0.0, result.logprob_gap_max)
+    totals.staleness_max = max(totals.staleness_max, int(figures.get("staleness_max", 0)))
+    for name, value in metric_values(result.metrics).items():
+        if name.startswith("dropped/"):
+            totals.dropped_rollouts[name.removeprefix("dropped/")] += int(value)
+
+
+def _update_figures(result: UpdateResult) -> dict[str, float]:
+    figures = {
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "trained_tokens": float(result.trained_tokens),
+        "micro_batches": float(result.micro_batches),
+    }
+    if result.logprob_gap_max is not None and result.logprob_gap_mean is not None:
+        figures |= {"logprob_gap_max": result.logprob_gap_max, "logprob_gap_mean": result.logprob_gap_mean}
+    figures |= {f"seconds/train/{part}": value for part, value in result.seconds.items()}
+    return figures | metric_values(result.metrics)
+
+
+async def _save_checkpoint(parts: Parts, orchestrator: Orchestrator, step: int, rewards_before: Rewards) -> None:
+    folder = parts.plan.folder
+    with parts.stopwatch.phase("checkpoint"):
+        state = {
+            "step": step,
+            "scheduler": orchestrator.snapshot().model_dump(),
+            "rewards_before": rewards_before,
+            "totals": dataclasses.asdict(parts.totals),
+            "seconds_by_phase": parts.stopwatch.read(),
+            "turns": parts.generating.gateway.stats.turns,
+        }
+        await parts.trainer.save_checkpoint(folder.checkpoint(step), state)
+        folder.prune_checkpoints(parts.plan.config.checkpoint.keep)
+
+
+def restore_totals(state: dict[str, Any]) -> Totals:
+    values = dict(state["totals"])
+    return Totals(**(values | {"dropped_rollouts": Counter(values["dropped_rollouts"])}))
+
+
+async def replay_loop(parts: Parts, source: Path) -> None:
+    """Train on recorded trajectories in their order: the same updates as the run that recorded them."""
+    paths = sorted((source / "trajectories").glob("step_*.npz"))[: parts.plan.config.steps]
+    for step, path in enumerate(paths, start=1):
+        trajectories, _, version = load_trajectories(path)
+        with parts.stopwatch.phase("train"):
+            result = await parts.trainer.update(trajectories, version, parts.plan.algorithm)
+        parts.tracker.log("rl", step, _update_figures(result))

@@ -1,0 +1,201 @@
+"""Runs one stage: starts its parts, runs its loops, and ends everything that it started."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from rl.cluster import start_ray
+from rl.config import RunConfig
+from rl.fresh_model import create_model
+from rl.loop import build_orchestrator, replay_loop, restore_totals, rl_loop, sft_loop
+from rl.parts import Parts, Rewards, Totals
+from rl.plot import plot_rewards
+from rl.preflight import Plan
+from rl.serving import start_serving
+from rl.stopwatch import Stopwatch
+from rl.tracking import build_trackers, drop_lines_after
+from rl.trainer.group import TrainerGroup
+from rollout.chat import ChatRenderer
+from rollout.processes import ProcessRegistry
+from rollout.scheduler import SchedulerState
+
+log = logging.getLogger(__name__)
+
+
+async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
+    """Run a checked plan to its end; returns what ``summary.json`` holds."""
+    config, folder = plan.config, plan.folder
+    folder.prepare(config, resuming=config.resume != "no")
+    resumed = await asyncio.to_thread(TrainerGroup.read_checkpoint_state, plan.checkpoint) if plan.checkpoint else None
+    model_dir = _initial_model(plan)
+    identity = folder.begin(config, _stage_model(plan, model_dir))
+    if plan.checkpoint is not None and resumed is not None:
+        console.print(f"resuming after step {resumed['step']} from {plan.checkpoint}")
+        drop_lines_after(folder.metrics, resumed["step"])
+        folder.drop_trajectories_after(resumed["step"])
+
+    stopwatch = Stopwatch()
+    summary: dict[str, Any] = {}
+    async with AsyncExitStack() as stack:
+        registry = stack.enter_context(ProcessRegistry())
+        tracker = build_trackers(config, identity.run_id, _totals(plan), console)
+        failed = True
+        stack.push(lambda *_: tracker.finish(summary, failed))
+        renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
+        serving = None
+        with stopwatch.phase("start"):
+            if plan.needs_engine:
+                serving = asyncio.create_task(
+                    start_serving(config, renderer, model_dir, registry, stack, folder.logs, console.print)
+                )
+                await asyncio.sleep(0)  # the servers start while Ray does
+            start_ray(config.cluster, stack)
+            trainer = await TrainerGroup.start(config.trainer)
+            stack.push_async_callback(trainer.close)
+            await trainer.load_model(model_dir)
+        totals = restore_totals(resumed) if resumed else Totals()
+        parts = Parts(plan, tracker, stopwatch, trainer, renderer, console.print, totals)
+        await _initial_sft(parts, model_dir)
+        if serving is not None:
+            with stopwatch.phase("start"):
+                parts.serve(await serving, model_dir)
+        rewards = await _phases(parts, resumed)
+        with stopwatch.phase("save"):
+            await trainer.save_hf(folder.final_model)
+        summary |= _summary(parts, identity.run_id, resumed, rewards)
+        folder.write_summary(summary)
+        failed = False
+    if config.stage != "sft" and config.replay is None:
+        plot_rewards(folder.metrics, folder.path / "reward.png")
+    return summary
+
+
+def _initial_model(plan: Plan) -> Path:
+    """HF directory that trainer and engines load: the given checkpoint, or fresh weights of the same shape."""
+    config, folder = plan.config, plan.folder
+    if config.replay is not None:
+        return Path(json.loads((config.replay / "run.json").read_text())["initial_model"])
+    if config.model.checkpoint is not None:
+        return config.model.checkpoint
+    if folder.sft_model.is_dir():  # this run's own, from before it was interrupted
+        return folder.sft_model
+    assert config.model.fresh is not None
+    if not folder.fresh_model.is_dir():
+        create_model(folder.fresh_model, config.model.fresh, config.seed)
+    return folder.fresh_model
+
+
+def _stage_model(plan: Plan, model_dir: Path) -> Path:
+    """HF directory of the weights that the stage's own training begins with."""
+    return plan.folder.sft_model if _needs_sft(plan, model_dir) else model_dir
+
+
+def _needs_sft(plan: Plan, model_dir: Path) -> bool:
+    return plan.config.stage != "sft" and model_dir == plan.folder.fresh_model
+
+
+async def _initial_sft(parts: Parts, model_dir: Path) -> None:
+    """RL from fresh weights has nothing to reward: SFT on the tasks' demonstrations comes first."""
+    plan = parts.plan
+    if not _needs_sft(plan, model_dir):
+        return
+    parts.say("no model.checkpoint is given: the fresh model learns from the tasks' demonstrations first (stage sft)")
+    await sft_loop(parts)
+    await parts.trainer.save_hf(plan.folder.sft_model)
+
+
+async def _phases(parts: Parts, resumed: Mapping[str, Any] | None) -> tuple[Rewards, Rewards]:
+    """The stage's own work; rewards before and after it."""
+    plan = parts.plan
+    config = plan.config
+    if config.replay is not None:
+        await parts.trainer.set_optimizer(config.trainer.optimizer, config.steps)
+        await replay_loop(parts, config.replay)
+        return {}, {}
+    step = int(resumed["step"]) if resumed else 0
+    before: Rewards = dict(resumed["rewards_before"]) if resumed else {}
+    if config.stage != "sft":
+        await parts.trainer.set_optimizer(config.trainer.optimizer, config.steps)
+    if plan.checkpoint is not None:
+        with parts.stopwatch.phase("start"):
+            await parts.trainer.load_checkpoint(plan.checkpoint)
+    if parts.serving is not None:
+        with parts.stopwatch.phase("publish"):
+            await parts.publish(step)
+    if config.evaluation.prompts and not resumed:
+        with parts.stopwatch.phase("evaluate"):
+            before = await parts.evaluate(step)
+    if config.stage == "sft":
+        await sft_loop(parts)
+        step = config.sft.steps
+        if parts.serving is not None:
+            with parts.stopwatch.phase("publish"):
+                await parts.publish(step)
+    else:
+        state = SchedulerState.model_validate(resumed["scheduler"]) if resumed else None
+        await rl_loop(parts, build_orchestrator(parts, state), step + 1, before)
+        step = config.steps
+    after: Rewards = {}
+    if config.evaluation.prompts:
+        with parts.stopwatch.phase("evaluate"):
+            after = await parts.evaluate(step)
+    return before, after
+
+
+def _totals(plan: Plan) -> dict[str, int]:
+    config = plan.config
+    if config.stage == "sft":
+        return {"sft": config.sft.steps}
+    return {"sft": config.sft.steps, "rl": config.steps}
+
+
+def _summary(
+    parts: Parts, run_id: str, resumed: Mapping[str, Any] | None, rewards: tuple[Rewards, Rewards]
+) -> dict[str, Any]:
+    config, totals = parts.plan.config, parts.totals
+    seconds = parts.stopwatch.read()
+    turns = parts.serving.gateway.stats.turns if parts.serving else 0
+    if resumed:
+        turns += resumed["turns"]
+        for phase, spent in resumed["seconds_by_phase"].items():
+            seconds[phase] = seconds.get(phase, 0.0) + spent
+    dropped: dict[str, int] = {}
+    if parts.serving is not None and config.stage != "sft":
+        dropped = _dropped(parts)
+    return {
+        "stage": config.stage,
+        "run_id": run_id,
+        "seed": config.seed,
+        "steps": config.steps,
+        "seconds": sum(seconds.values()),
+        "seconds_by_phase": {name: round(value, 3) for name, value in sorted(seconds.items())},
+        "reward_before": rewards[0],
+        "reward_after": rewards[1],
+        "logprob_gap_max": totals.logprob_gap_max,
+        "staleness_max": totals.staleness_max,
+        "dropped": dropped,
+        "dropped_rollouts": dict(totals.dropped_rollouts),
+        "turns": turns,
+        "publish_seconds_max": totals.publish_seconds_max,
+        "model": str(parts.plan.folder.final_model),
+    }
+
+
+def _dropped(parts: Parts) -> dict[str, int]:
+    from rl.ledger import count_dropped, read_fates
+
+    return count_dropped(read_fates(parts.plan.folder.ledger).values())
+
+
+def prepare_config(config: RunConfig) -> RunConfig:
+    """Paths made absolute, since Ray's workers run elsewhere."""
+    return config.model_copy(update={"run_dir": config.run_dir.resolve()})

@@ -1,0 +1,96 @@
+"""What a run needs to generate: task servers, inference servers and the gateway between them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl.config import RunConfig, TaskConfig
+from rollout.chat import ChatRenderer
+from rollout.engine.fleet import EngineFleet
+from rollout.episode import EpisodeRunner, EpisodeSettings
+from rollout.gateway import Gateway
+from rollout.processes import ManagedProcess, ProcessRegistry, free_port
+from rollout.task_client import TaskClient, TaskServerError
+
+TASK_START_S = 60.0
+TASK_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Serving:
+    fleet: EngineFleet
+    gateway: Gateway
+    runner: EpisodeRunner
+    slots: Mapping[str, int]
+    """Episodes at once, by task."""
+
+
+async def start_serving(
+    config: RunConfig,
+    renderer: ChatRenderer,
+    model_dir: Path,
+    registry: ProcessRegistry,
+    stack: AsyncExitStack,
+    logs: Path,
+    say: Callable[[str], None],
+) -> Serving:
+    """Start everything together; ``stack`` ends it, the last started first.
+
+    Raises:
+        ProcessError, EngineError, TaskServerError: something did not come up; the message names it and its log.
+    """
+    fleet = EngineFleet(config.engine, registry, logs, on_progress=say)
+    stack.push_async_callback(fleet.stop)
+    clients: dict[str, TaskClient] = {}
+    processes: dict[str, list[ManagedProcess]] = {}
+    for name, task in config.tasks.items():
+        urls, processes[name] = _task_servers(name, task, registry, logs)
+        clients[name] = await stack.enter_async_context(TaskClient(name, urls))
+    gateway = Gateway(fleet, renderer, config.engine.context_length, config.model.name)
+    await gateway.start(config.rollout.gateway_host, config.rollout.gateway_port)
+    stack.push_async_callback(gateway.stop)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fleet.start(model_dir))
+        waits = {name: group.create_task(_wait_for_task(client, processes[name])) for name, client in clients.items()}
+    settings = {name: EpisodeSettings(task.max_tokens, task.episode_timeout_s) for name, task in config.tasks.items()}
+    return Serving(
+        fleet, gateway, EpisodeRunner(gateway, clients, settings), {name: wait.result() for name, wait in waits.items()}
+    )
+
+
+def _task_servers(
+    name: str, task: TaskConfig, registry: ProcessRegistry, logs: Path
+) -> tuple[list[str], list[ManagedProcess]]:
+    """URLs of a task's servers; those that run here are started."""
+    if task.url is not None:
+        return ([task.url] if isinstance(task.url, str) else task.url), []
+    urls, processes = [], []
+    for replica in range(task.replicas):
+        port = free_port()
+        command = [sys.executable, "-m", "tasks.serve", name, "--port", str(port), "--slots", str(task.slots)]
+        command += ["--options", json.dumps(task.options)]
+        label = f"task-{name}-{replica}"
+        processes.append(registry.start(label, command, logs / f"{label}.log", grace_s=3.0))
+        urls.append(f"http://127.0.0.1:{port}")
+    return urls, processes
+
+
+async def _wait_for_task(client: TaskClient, processes: list[ManagedProcess]) -> int:
+    """Slots of the task's servers, once all of them answer; servers that run elsewhere must answer at once."""
+    deadline = time.monotonic() + TASK_START_S
+    while True:
+        for process in processes:
+            process.check()
+        try:
+            return await client.check()
+        except TaskServerError:
+            if not processes or time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(TASK_POLL_S)
