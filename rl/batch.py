@@ -1,0 +1,235 @@
+"""From trajectories to the tensors of one update, and how its samples are spread over micro-batches. Pure."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float32, Int
+from torch import Tensor
+
+from algorithms.types import LossInputs, RolloutBatch, Targets
+from rollout.trajectory import Trajectory
+
+RolloutKey = tuple[int, int]
+"""``(group_id, sample_id)`` of a rollout."""
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """One update's whole global batch, on the CPU. Sample ``s`` is the ``s``-th trajectory that was given."""
+
+    token_ids: Int[Tensor, " tokens"]
+    temperature: Float32[Tensor, " samples"]
+    rollout: RolloutBatch
+
+
+@dataclass(frozen=True)
+class SampleTokens:
+    """What the model needs of some samples, packed."""
+
+    token_ids: Int[Tensor, " tokens"]
+    cu_seqlens: Int[Tensor, " samples+1"]
+    temperature: Float32[Tensor, " samples"]
+    index: Int[Tensor, " tokens"]
+    """Place of each of these tokens in the whole batch."""
+
+
+def build_batch(
+    trajectories: Sequence[Trajectory], current_version: int, dropped: Collection[RolloutKey] = ()
+) -> TrainBatch:
+    """Pack trajectories; the segments of one rollout share its index, reward and flags.
+
+    A rollout is valid if all its segments are, and truncated if its last segment is.
+
+    Args:
+        dropped: rollouts that are only kept for their group's baseline.
+
+    Raises:
+        ValueError: no trajectory; a segment twice; segments of one rollout with different rewards; a token newer than
+            ``current_version``; or ``dropped`` names a rollout that is not there.
+    """
+    if not trajectories:
+        raise ValueError("an update needs at least one trajectory")
+    segments = np.array([(t.group_id, t.sample_id, t.segment) for t in trajectories], dtype=np.int64)
+    rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
+    keys, first, rollout_of = np.unique(segments[:, :2], axis=0, return_index=True, return_inverse=True)
+    rollout_of = rollout_of.reshape(-1)
+    _check(trajectories, segments, rewards, rewards[first][rollout_of], current_version)
+    known = {(int(group), int(sample)): index for index, (group, sample) in enumerate(keys)}
+    unknown = sorted(set(dropped) - known.keys())
+    if unknown:
+        raise ValueError(f"dropped names rollouts (group_id, sample_id) that are not in the batch: {unknown}")
+
+    dropped_mask = np.zeros(len(keys), dtype=bool)
+    dropped_mask[[known[key] for key in dropped]] = True
+    valid = np.ones(len(keys), dtype=bool)
+    np.logical_and.at(valid, rollout_of, np.array([t.valid for t in trajectories]))
+    by_segment = np.lexsort((segments[:, 2], rollout_of))
+    truncated = np.zeros(len(keys), dtype=bool)
+    # Assignment in order of the segments: the last one stays.
+    truncated[rollout_of[by_segment]] = np.array([t.truncated for t in trajectories])[by_segment]
+    lengths = np.array([len(t) for t in trajectories], dtype=np.int64)
+    batch = RolloutBatch(
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], lengths.cumsum()])),
+        action_mask=_joined([t.action_mask for t in trajectories]),
+        rollout_logprobs=_joined([t.rollout_logprobs for t in trajectories]),
+        weight_versions=_joined([t.weight_versions for t in trajectories]),
+        current_version=current_version,
+        rollout=torch.from_numpy(rollout_of),
+        segment=torch.from_numpy(segments[:, 2].copy()),
+        group=torch.from_numpy(np.unique(keys[:, 0], return_inverse=True)[1].reshape(-1)),
+        reward=torch.from_numpy(rewards[first]),
+        valid=torch.from_numpy(valid),
+        truncated=torch.from_numpy(truncated),
+        dropped=torch.from_numpy(dropped_mask),
+    )
+    temperature = torch.tensor([t.temperature for t in trajectories], dtype=torch.float32)
+    return TrainBatch(_joined([t.token_ids for t in trajectories]), temperature, batch)
+
+
+def _joined(arrays: list[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays))
+
+
+def _check(
+    trajectories: Sequence[Trajectory],
+    segments: np.ndarray,
+    rewards: np.ndarray,
+    rollout_rewards: np.ndarray,
+    current_version: int,
+) -> None:
+    unique, counts = np.unique(segments, axis=0, return_counts=True)
+    if (counts > 1).any():
+        repeated = tuple(int(x) for x in unique[counts > 1][0])
+        raise ValueError(f"(group_id, sample_id, segment) = {repeated} comes more than once")
+    different = ~((rewards == rollout_rewards) | (np.isnan(rewards) & np.isnan(rollout_rewards)))
+    if different.any():
+        group, sample, _ = segments[different][0]
+        raise ValueError(f"the segments of rollout {sample} of group {group} have different rewards")
+    newest = max((int(t.weight_versions.max()) for t in trajectories if len(t)), default=current_version)
+    if newest > current_version:
+        raise ValueError(f"a token was sampled by version {newest}, newer than the current version {current_version}")
+    cold = next((t for t in trajectories if t.temperature <= 0), None)
+    if cold is not None:
+        raise ValueError(f"trajectory {cold.task}/{cold.prompt_id}: temperature {cold.temperature} must be above 0")
+
+
+def plan_micro_batches(lengths: Sequence[int], budget: int, ranks: int) -> list[list[list[int]]]:
+    """Spread samples over data-parallel ranks and micro-batches: ``plan[rank][micro_batch]`` lists samples, ascending.
+
+    Every sample is in exactly one micro-batch; every rank has the same number of them (at least one), some empty only
+    where there are fewer samples than micro-batches. A micro-batch has at most ``budget`` tokens, unless it is a
+    single longer sample. The ranks' numbers of tokens are balanced greedily.
+    """
+    if budget < 1 or ranks < 1:
+        raise ValueError(f"budget {budget} and ranks {ranks} must be at least 1")
+    fitted = _first_fit(lengths, budget)
+    per_rank = max(1, -(-len(fitted) // ranks))
+    bins = _even(lengths, budget, per_rank * ranks) or _split_largest(fitted, lengths, per_rank * ranks)
+
+    loads = [sum(lengths[sample] for sample in members) for members in bins]
+    plan: list[list[list[int]]] = [[] for _ in range(ranks)]
+    heap = [(0, rank) for rank in range(ranks)]
+    for index in sorted(range(len(bins)), key=lambda i: -loads[i]):
+        load, rank = heapq.heappop(heap)
+        plan[rank].append(sorted(bins[index]))
+        if len(plan[rank]) < per_rank:
+            heapq.heappush(heap, (load + loads[index], rank))
+    return plan
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda sample: -lengths[sample])
+
+
+def _first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Few bins within the budget: each sample, longest first, goes into the first bin that has room."""
+    bins: list[list[int]] = []
+    room = np.zeros(len(lengths), dtype=np.int64)
+    for sample in _longest_first(lengths):
+        fits = room[: len(bins)] >= lengths[sample]
+        index = int(fits.argmax()) if fits.any() else len(bins)
+        if index == len(bins):
+            bins.append([])
+            room[index] = budget
+        bins[index].append(sample)
+        room[index] -= lengths[sample]
+    return bins
+
+
+def _even(lengths: Sequence[int], budget: int, count: int) -> list[list[int]] | None:
+    """``count`` bins of nearly equal size (longest first into the emptiest bin), or None if one breaks the budget."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, 0, index) for index in range(count)]
+    for sample in _longest_first(lengths):
+        load, members, index = heapq.heappop(heap)
+        if members and load + lengths[sample] > budget:
+            return None
+        bins[index].append(sample)
+        heapq.heappush(heap, (load + lengths[sample], members + 1, index))
+    return bins
+
+
+def _split_largest(bins: list[list[int]], lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Halve the bin with the most tokens until there are ``count``; empty ones where nothing is left to halve."""
+    bins = list(bins)
+    while len(bins) < count:
+        divisible = [members for members in bins if len(members) > 1]
+        if not divisible:
+            bins.append([])
+            continue
+        largest = max(divisible, key=lambda members: sum(lengths[sample] for sample in members))
+        bins.remove(largest)
+        halves: tuple[list[int], list[int]] = ([], [])
+        loads = [0, 0]
+        for sample in sorted(largest, key=lambda s: -lengths[s]):
+            lighter = int(loads[1] < loads[0])
+            halves[lighter].append(sample)
+            loads[lighter] += lengths[sample]
+        # Samples without tokens could all have gone to one side.
+        bins.extend(halves if halves[1] else ([halves[0][0]], halves[0][1:]))
+    return bins
+
+
+def take_samples(batch: TrainBatch, samples: Sequence[int]) -> SampleTokens:
+    """The tokens of some samples, packed in the given order (which may be empty)."""
+    chosen = torch.tensor(samples, dtype=torch.long)
+    starts = batch.rollout.cu_seqlens[:-1][chosen]
+    lengths = batch.rollout.lengths()[chosen]
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    shift = torch.repeat_interleave(starts - cu_seqlens[:-1], lengths)
+    index = torch.arange(int(cu_seqlens[-1])) + shift
+    return SampleTokens(batch.token_ids[index], cu_seqlens, batch.temperature[chosen], index)
+
+
+def loss_inputs(
+    batch: RolloutBatch,
+    targets: Targets,
+    taken: SampleTokens,
+    logprobs: Float32[Tensor, " tokens"],
+    entropy: Float32[Tensor, " tokens"] | None,
+) -> LossInputs:
+    """What an algorithm's loss gets for the samples of ``taken``, on the device of ``logprobs``."""
+
+    def part(x: Tensor) -> Tensor:
+        return x[taken.index].to(logprobs.device)
+
+    def optional(x: Tensor | None) -> Tensor | None:
+        return None if x is None else part(x)
+
+    return LossInputs(
+        cu_seqlens=taken.cu_seqlens.to(logprobs.device),
+        logprobs=logprobs,
+        entropy=entropy,
+        action_mask=part(batch.action_mask),
+        rollout_logprobs=part(batch.rollout_logprobs),
+        advantages=part(targets.advantages),
+        weights=part(targets.weights),
+        old_logprobs=optional(batch.old_logprobs),
+        ref_logprobs=optional(batch.ref_logprobs),
+        teacher_logprobs=optional(batch.teacher_logprobs),
+    )

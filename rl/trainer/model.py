@@ -1,0 +1,184 @@
+"""A Megatron model of the architecture that a Hugging Face config describes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Float32
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from rl.trainer import platform
+from rl.trainer.config import TrainerConfig
+
+platform.install()
+
+# ruff: noqa: E402  (Megatron needs the platform installed first)
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from rl.trainer.layers import PackedRotaryEmbedding, layer_spec
+from rl.trainer.packing import Layout
+
+ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
+ROPE_TYPES = ("default", "linear", "llama3")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class UnsupportedModelError(ValueError):
+    """The Hugging Face config asks for something that this trainer does not compute."""
+
+
+def read_hf_config(directory: Path) -> PretrainedConfig:
+    """Read ``config.json`` of a local directory and check that the model is one we can train.
+
+    Raises:
+        UnsupportedModelError: names the setting and its value.
+        FileNotFoundError: the directory has no ``config.json``.
+    """
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(f"{directory} has no config.json")
+    hf = AutoConfig.from_pretrained(directory, local_files_only=True)
+    architecture = (hf.architectures or ["none"])[0]
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(f"architecture {architecture} is not supported; supported: {ARCHITECTURES}")
+    rope_type = hf.rope_parameters["rope_type"]
+    if rope_type not in ROPE_TYPES:
+        raise UnsupportedModelError(f"rope_type {rope_type!r} is not supported; supported: {ROPE_TYPES}")
+    refused = {
+        "attention_bias": hf.attention_bias,
+        "mlp_bias": hf.to_dict().get("mlp_bias", False),
+        "use_sliding_window": hf.to_dict().get("use_sliding_window", False),
+        "attention_dropout": hf.attention_dropout,
+        "partial_rotary_factor": hf.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0,
+    }
+    for name, value in refused.items():
+        if value:
+            raise UnsupportedModelError(f"{architecture} with {name} set is not supported")
+    if hf.hidden_act != "silu":
+        raise UnsupportedModelError(f"hidden_act {hf.hidden_act!r} is not supported; supported: 'silu'")
+    return hf
+
+
+def inverse_frequencies(hf: PretrainedConfig) -> Float32[Tensor, " half_dim"]:
+    """Rotary frequencies, from the same functions that the Hugging Face model uses."""
+    rope = hf.rope_parameters
+    if rope["rope_type"] == "default":
+        exponents = torch.arange(0, hf.head_dim, 2, dtype=torch.int64).float() / hf.head_dim
+        return 1.0 / (rope["rope_theta"] ** exponents)
+    frequencies, attention_scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf, torch.device("cpu"))
+    if attention_scaling != 1.0:
+        raise UnsupportedModelError(f"rope_type {rope['rope_type']!r} scales attention by {attention_scaling}")
+    return frequencies
+
+
+def transformer_config(hf: PretrainedConfig, config: TrainerConfig) -> TransformerConfig:
+    """Megatron's options for this model and layout.
+
+    Raises:
+        UnsupportedModelError: the layout does not divide the model; names the numbers.
+    """
+    parallel = config.parallel
+    for name, count, by in (
+        ("num_attention_heads", hf.num_attention_heads, parallel.tensor),
+        ("num_key_value_heads", hf.num_key_value_heads, parallel.tensor),
+        ("intermediate_size", hf.intermediate_size, parallel.tensor),
+        ("num_hidden_layers", hf.num_hidden_layers, parallel.pipeline),
+    ):
+        if count % by:
+            raise UnsupportedModelError(f"{name} {count} is not a multiple of its parallel size {by}")
+    dtype = DTYPES[config.dtype]
+    return TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=hf.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        qk_layernorm=hf.model_type == "qwen3",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        sequence_parallel=parallel.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=config.dtype == "bfloat16",
+        # Every weight is loaded before it is used; drawing random ones first would only cost time.
+        perform_initialization=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        # The sums over tokens carry their global denominators already, so that gradients are summed over the
+        # data-parallel ranks; without this Megatron divides them by the number of ranks.
+        calculate_per_token_loss=True,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # Megatron asks for it with variable lengths, also of dense models
+        recompute_granularity="full" if config.recompute else None,
+        recompute_method="uniform" if config.recompute else None,
+        recompute_num_layers=1 if config.recompute else None,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+class PolicyModel(GPTModel):
+    """GPTModel that ends at the last hidden state: ``rl.trainer.head`` goes on from there without full logits."""
+
+    def __init__(self, hf: PretrainedConfig, config: TrainerConfig) -> None:
+        options = transformer_config(hf, config)
+        tensor = config.parallel.tensor
+        per_rank = -(-hf.vocab_size // tensor)
+        self_rows = hf.vocab_size - (tensor - 1) * per_rank
+        if self_rows <= 0:
+            raise UnsupportedModelError(f"vocab_size {hf.vocab_size} is too small for tensor parallel size {tensor}")
+        super().__init__(
+            config=options,
+            transformer_layer_spec=layer_spec(options),
+            vocab_size=per_rank * tensor,
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            parallel_output=True,
+            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            position_embedding_type="rope",
+        )
+        self.rotary_pos_emb = PackedRotaryEmbedding(inverse_frequencies(hf))
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        self.vocab_rows = min(per_rank, hf.vocab_size - rank * per_rank)
+        """Rows of this rank's embedding that are tokens; the rest pads the vocabulary to a multiple of the ranks."""
+
+    def run(self, layout: Layout) -> Float[Tensor, "local 1 hidden"]:
+        """Hidden states of this stage (of all tokens of the sequence-parallel part, after the final norm on the last
+        stage)."""
+        return self(layout.token_ids, None, None, packed_seq_params=layout.packing)
+
+    def output_weight(self) -> Float[Tensor, "vocab_part hidden"]:
+        """This rank's rows of the output projection, without those that pad the vocabulary."""
+        shared = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
+        return weight[: self.vocab_rows]
+
+    def _postprocess(self, hidden_states: Tensor, **kwargs: object) -> Tensor:
+        return hidden_states
+
+
+def build_model(hf: PretrainedConfig, config: TrainerConfig) -> PolicyModel:
+    """This rank's part of the model, with uninitialised weights, on this process's device."""
+    model = PolicyModel(hf, config).to(platform.device())
+    model.train()
+    return model

@@ -1,0 +1,209 @@
+"""Where each token of a micro-batch stands in the model: padding, context-parallel ranks, attention rows.
+
+Samples are packed end to end. Attention alone must not see across samples; instead of one attention call a sample,
+samples of similar length become the rows of a dense batch (right padding is harmless under a causal mask), so that
+hundreds of short samples cost one call.
+
+Under context parallelism each sample is padded to a multiple of ``2 · context`` and cut into as many chunks; rank ``r``
+holds chunks ``r`` and ``2 · context − 1 − r``, which gives every rank the same share of the causal triangle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float32, Int
+from torch import Tensor
+
+from rl.trainer import platform
+
+platform.install()
+
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402  (needs the platform)
+
+SHORT_ROW = 128
+"""Rows up to this length share one bucket: padding them costs less than another call."""
+BUCKET_RATIO = 0.75
+"""Longer rows share a bucket with those of at least this share of its longest one."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How tokens become the rows of a dense batch, and back."""
+
+    tokens: Int[Tensor, " bucket_tokens"] | None
+    """Which of the rank's tokens these are; None for all of them, in order."""
+    slots: Int[Tensor, " bucket_tokens"] | None
+    """Their places in ``rows · length``; None where there is no padding."""
+    rows: int
+    length: int
+
+    def spread(self, x: Tensor) -> Tensor:
+        """``[tokens, heads, dim]`` to ``[rows, heads, length, dim]``, zeros in the padding."""
+        if self.tokens is not None:
+            x = x.index_select(0, self.tokens)
+        if self.slots is not None:
+            x = x.new_zeros(self.rows * self.length, *x.shape[1:]).index_copy(0, self.slots, x)
+        return x.view(self.rows, self.length, *x.shape[1:]).transpose(1, 2)
+
+    def collect(self, x: Tensor) -> Tensor:
+        """``[rows, heads, length, dim]`` to ``[bucket_tokens, heads, dim]``."""
+        x = x.transpose(1, 2).reshape(self.rows * self.length, x.size(1), x.size(3))
+        return x if self.slots is None else x.index_select(0, self.slots)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One attention call. ``mask`` is None where plain causal order holds (without context parallelism)."""
+
+    queries: Rows
+    keys: Rows
+    mask: Bool[Tensor, "rows 1 queries keys"] | None
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """What the layers need of a ``Layout``. It travels in Megatron's argument for packed sequences; the format it
+    states is ``sbhd`` with a batch of one, so that Megatron adds no per-sample loop of its own."""
+
+    positions: Int[Tensor, " local"] | None = None
+    """Position within its sample of each of this rank's tokens."""
+    buckets: tuple[Bucket, ...] = ()
+    order: Int[Tensor, " local"] | None = None
+    """Place of each local token in the concatenated outputs of the buckets; None for the same order."""
+    gathered_order: Int[Tensor, " padded"] | None = None
+    """Place of each token of the padded layout in the rank-major gather over the context-parallel group."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A micro-batch as the model sees it; ``padded`` tokens in all, ``local`` on this context-parallel rank."""
+
+    packing: Packing
+    token_ids: Int[Tensor, "1 local"]
+    targets: Int[Tensor, " local"]
+    """The token that each position predicts; 0 where none is."""
+    temperature: Float32[Tensor, " local"]
+    predicted: Int[Tensor, " predicted"]
+    """Tokens of the micro-batch (unpadded) that have one before them in their sample."""
+    predictors: Int[Tensor, " predicted"]
+    """Their predecessors' places in the padded layout."""
+    tokens: int
+    """Unpadded."""
+
+
+def build_layout(
+    token_ids: Int[Tensor, " tokens"],
+    cu_seqlens: Int[Tensor, " samples+1"],
+    temperature: Float32[Tensor, " samples"],
+    device: torch.device,
+    context: int = 1,
+    context_rank: int = 0,
+    multiple: int = 1,
+) -> Layout:
+    """Lay out one micro-batch (CPU tensors in, ``device`` tensors out); it may have no token at all.
+
+    Args:
+        multiple: each rank's number of tokens is padded to a multiple of it (sequence parallelism).
+    """
+    chunks = 2 * context if context > 1 else 1
+    lengths = cu_seqlens.diff()
+    padded = (lengths + chunks - 1) // chunks * chunks
+    total = int(padded.sum())
+    tail = -total % (chunks * multiple) if total else chunks * multiple
+    rows = torch.cat([padded, torch.tensor([tail])])
+    starts = rows.cumsum(0) - rows
+    total += tail
+
+    sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    offset = torch.arange(len(token_ids)) - cu_seqlens[:-1][sample]
+    place = starts[:-1][sample] + offset
+    ids = torch.zeros(total, dtype=torch.long)
+    ids[place] = token_ids.long()
+    predicted = (offset > 0).nonzero().squeeze(1)
+    predictors = place[predicted] - 1
+    targets = torch.zeros(total, dtype=torch.long)
+    targets[predictors] = token_ids[predicted].long()
+    temperatures = torch.repeat_interleave(torch.cat([temperature.float(), torch.ones(1)]), rows)
+
+    positions = torch.arange(total) - torch.repeat_interleave(starts, rows)
+    chunk = positions // (torch.repeat_interleave(rows, rows) // chunks)
+    owner = torch.minimum(chunk, chunks - 1 - chunk)
+    locals_ = [(owner == rank).nonzero().squeeze(1) for rank in range(context)]
+    mine = locals_[context_rank]
+    packing = Packing(
+        qkv_format="sbhd",
+        max_seqlen_q=int(rows.max()),
+        max_seqlen_kv=int(rows.max()),
+        positions=positions[mine].to(device),
+        gathered_order=torch.cat(locals_).argsort().to(device) if context > 1 else None,
+    )
+    _add_buckets(packing, rows[rows > 0], positions, mine, context, device)
+    return Layout(
+        packing=packing,
+        token_ids=ids[mine].unsqueeze(0).to(device),
+        targets=targets[mine].to(device),
+        temperature=temperatures[mine].to(device),
+        predicted=predicted.to(device),
+        predictors=predictors.to(device),
+        tokens=len(token_ids),
+    )
+
+
+def _bucket_members(lengths: Int[Tensor, " rows"]) -> Iterator[Int[Tensor, " members"]]:
+    """Rows of similar length together, in their order; every row in exactly one bucket."""
+    by_length = lengths.argsort(descending=True, stable=True)
+    ordered = lengths[by_length].tolist()
+    begin = 0
+    for index, length in enumerate(ordered):
+        if ordered[begin] > SHORT_ROW and length < BUCKET_RATIO * ordered[begin]:
+            yield by_length[begin:index].sort().values
+            begin = index
+    yield by_length[begin:].sort().values
+
+
+def _add_buckets(
+    packing: Packing,
+    rows: Int[Tensor, " rows"],
+    positions: Int[Tensor, " padded"],
+    mine: Int[Tensor, " local"],
+    context: int,
+    device: torch.device,
+) -> None:
+    buckets, outputs = [], []
+    local_rows = rows // context
+    for members in _bucket_members(rows):
+        keys, _ = _rows(rows, members, device)
+        queries, query_tokens = _rows(local_rows, members, device)
+        mask = None
+        if context > 1:
+            query_positions = torch.zeros(queries.rows * queries.length, dtype=torch.long)
+            slots = torch.arange(len(query_tokens)) if queries.slots is None else queries.slots.cpu()
+            query_positions[slots] = positions[mine[query_tokens]]
+            query_positions = query_positions.view(queries.rows, 1, queries.length, 1)
+            mask = (query_positions >= torch.arange(keys.length)).to(device)
+        buckets.append(Bucket(queries, keys, mask))
+        outputs.append(query_tokens)
+    packing.buckets = tuple(buckets)
+    packing.order = torch.cat(outputs).argsort().to(device) if len(buckets) > 1 else None
+
+
+def _rows(
+    lengths: Int[Tensor, " rows"], members: Int[Tensor, " members"], device: torch.device
+) -> tuple[Rows, Int[Tensor, " bucket_tokens"]]:
+    """These members of all rows as a dense batch, and which tokens they are."""
+    starts = lengths.cumsum(0) - lengths
+    chosen = lengths[members]
+    longest = int(chosen.max())
+    row = torch.repeat_interleave(torch.arange(len(members)), chosen)
+    offset = torch.arange(int(chosen.sum())) - torch.repeat_interleave(chosen.cumsum(0) - chosen, chosen)
+    tokens = starts[members][row] + offset
+    full = len(members) == len(lengths)
+    dense = bool((chosen == longest).all())
+    slots = row * longest + offset
+    return (
+        Rows(None if full else tokens.to(device), None if dense else slots.to(device), len(members), longest),
+        tokens,
+    )

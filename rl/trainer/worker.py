@@ -1,0 +1,290 @@
+"""One rank of the trainer: a plain class, used in process by tests and inside a Ray actor by ``TrainerGroup``.
+
+All ranks get the same calls with the same arguments. An update is
+
+    build the batch ─► log-probs that the algorithm needs ─► prepare (whole batch) ─► passes over micro-batches
+    ─► sum of the gradients over the data-parallel ranks ─► checks ─► optimizer step
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from algorithms.metrics import Max, Mean, Metric, Sum, merge_metrics
+from algorithms.types import Algorithm, Need, Targets
+from rl.batch import RolloutKey, SampleTokens, TrainBatch, build_batch, loss_inputs, plan_micro_batches
+from rl.stopwatch import Stopwatch
+from rl.trainer import platform
+from rl.trainer.config import TrainerConfig
+from rl.trainer.result import MissingInputError, NonFiniteUpdateError, UpdateResult
+from rl.trainer.schedule import learning_rate
+from rollout.trajectory import Trajectory
+
+platform.install()
+
+# ruff: noqa: E402  (Megatron needs the platform installed first)
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+
+from rl.trainer import checkpoint, convert
+from rl.trainer.collective import gather_objects, on_rank_zero
+from rl.trainer.forward import batch_logprobs, run_passes
+from rl.trainer.model import PolicyModel, build_model, read_hf_config
+from rl.trainer.optimizer import Optimizer
+
+LOSS, GAP_MAX, GAP_MEAN = "_loss", "_gap_max", "_gap_mean"
+"""Metrics that are merged with the algorithm's and become fields of the result."""
+
+
+@dataclasses.dataclass
+class _Loaded:
+    """What exists once a model is loaded."""
+
+    source: Path
+    hf: PretrainedConfig
+    module: DistributedDataParallel
+    optimizer: Optimizer
+    steps: int = 0
+
+    @property
+    def model(self) -> PolicyModel:
+        return self.module.module
+
+
+class TrainerWorker:
+    """Joins the process group when it is made; ``load_model`` comes next. ``close`` leaves the group."""
+
+    def __init__(
+        self, config: TrainerConfig, rank: int, world_size: int, master_address: str, master_port: int
+    ) -> None:
+        if world_size != config.world_size:
+            raise ValueError(f"world_size {world_size} differs from the config's {config.world_size}")
+        self.config = config
+        self.total_steps: int | None = None
+        self._loaded: _Loaded | None = None
+        torch.set_num_threads(config.threads_per_rank)
+        platform.init_distributed(
+            config.parallel, rank, world_size, master_address, master_port, config.timeout_s, config.seed
+        )
+
+    def close(self) -> None:
+        platform.shutdown_distributed()
+
+    def load_model(self, hf_dir: Path) -> None:
+        """Build the model that ``hf_dir`` describes, load its weights, and make a fresh optimizer.
+
+        Raises:
+            UnsupportedModelError: names what is not supported.
+            WeightMismatchError: names the tensors.
+        """
+        hf = read_hf_config(hf_dir)
+        model = build_model(hf, self.config)
+        convert.load_hf(model, hf, hf_dir)
+        module = DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+            model,
+        )
+        model.config.finalize_model_grads_func = _finalize_gradients
+        self._loaded = _Loaded(hf_dir, hf, module, Optimizer(module, self.config))
+
+    def set_total_steps(self, total: int) -> None:
+        """Length of the run in updates, over which the learning rate decays."""
+        if total < 1:
+            raise ValueError(f"total steps {total} must be at least 1")
+        self.total_steps = total
+
+    @property
+    def loaded(self) -> _Loaded:
+        if self._loaded is None:
+            raise RuntimeError("no model is loaded; call load_model first")
+        return self._loaded
+
+    def update(
+        self,
+        trajectories: Sequence[Trajectory],
+        current_version: int,
+        algorithm: Algorithm,
+        dropped: Collection[RolloutKey] = (),
+    ) -> UpdateResult:
+        """One optimizer step on one global batch. A collective of all ranks.
+
+        Args:
+            current_version: version of the weights before this step.
+            dropped: rollouts, as ``(group_id, sample_id)``, that are only kept for their group's baseline.
+
+        Raises:
+            MissingInputError: the algorithm needs something that this trainer does not compute.
+            NonFiniteUpdateError: the loss or the gradient is NaN or infinite; the weights are as before.
+            ValueError: the batch is malformed, or has no token to train on.
+        """
+        loaded, watch = self.loaded, Stopwatch()
+        lr = learning_rate(self.config.optimizer, loaded.steps, self.total_steps)
+        with watch.phase("batch"):
+            batch = build_batch(trajectories, current_version, dropped)
+        with watch.phase("logprobs"):
+            batch = self._with_needs(batch, algorithm)
+        with watch.phase("prepare"):
+            targets = algorithm.prepare(batch.rollout)
+            trained = _samples_with(targets.weights != 0, batch)
+            if not trained:
+                raise ValueError(
+                    f"update {loaded.steps + 1}: none of {batch.rollout.samples} samples has a trained token"
+                )
+            micro_batches, tokens = self._plan(batch, trained)
+        with watch.phase("passes"):
+            report = self._passes(batch, targets, micro_batches, algorithm)
+        loss = _pop(report, LOSS)
+        facts = (
+            f"update {loaded.steps + 1} of weights version {current_version}: loss {loss}, lr {lr}, "
+            f"{len(trained)} samples, {tokens} tokens"
+        )
+        if loss is None or not math.isfinite(loss):
+            raise NonFiniteUpdateError(facts)
+        with watch.phase("optimizer"):
+            try:
+                grad_norm = loaded.optimizer.step(lr)
+            except NonFiniteUpdateError as error:
+                raise NonFiniteUpdateError(f"{facts}, {error}") from error
+        loaded.steps += 1
+        return UpdateResult(
+            step=loaded.steps,
+            loss=loss,
+            logprob_gap_max=_pop(report, GAP_MAX),
+            logprob_gap_mean=_pop(report, GAP_MEAN),
+            metrics=merge_metrics([targets.metrics, report]),
+            grad_norm=grad_norm,
+            lr=lr,
+            samples=len(trained),
+            tokens=tokens,
+            trained_tokens=int((targets.weights != 0).sum()),
+            micro_batches=len(micro_batches),
+            seconds=watch.read(),
+        )
+
+    def _plan(self, batch: TrainBatch, samples: Sequence[int]) -> tuple[list[list[int]], int]:
+        """This data-parallel rank's micro-batches of these samples, and the tokens of all of them."""
+        lengths = batch.rollout.lengths()[torch.tensor(samples, dtype=torch.long)].tolist()
+        plan = plan_micro_batches(lengths, self.config.max_tokens_per_micro_batch, self.config.data_parallel)
+        mine = plan[parallel_state.get_data_parallel_rank()]
+        return [[samples[index] for index in members] for members in mine], sum(lengths)
+
+    def _with_needs(self, batch: TrainBatch, algorithm: Algorithm) -> TrainBatch:
+        missing = sorted(algorithm.needs - {Need.OLD_LOGPROBS})
+        if missing:
+            raise MissingInputError(f"{type(algorithm).__name__} needs {missing}; this trainer computes old_logprobs")
+        if Need.OLD_LOGPROBS not in algorithm.needs:
+            return batch
+        rollout = batch.rollout
+        usable = (rollout.valid & ~rollout.dropped)[rollout.rollout]
+        samples = _samples_with(rollout.action_mask & usable[rollout.sample_of_token()], batch)
+        micro_batches, _ = self._plan(batch, samples)
+        logprobs, _ = batch_logprobs(self.loaded.module, batch, micro_batches, self.config)
+        return dataclasses.replace(batch, rollout=dataclasses.replace(rollout, old_logprobs=logprobs))
+
+    def _passes(
+        self, batch: TrainBatch, targets: Targets, micro_batches: list[list[int]], algorithm: Algorithm
+    ) -> dict[str, Metric]:
+        """Leave the summed gradient in the model; returns the metrics of all ranks."""
+        loaded = self.loaded
+        loaded.module.zero_grad_buffer()
+        loaded.optimizer.inner.zero_grad()
+        parts: list[Mapping[str, Metric]] = []
+
+        def loss(taken: SampleTokens, logprobs: Tensor, entropy: Tensor) -> Tensor:
+            inputs = loss_inputs(batch.rollout, targets, taken, logprobs, entropy)
+            output = algorithm.loss(inputs)
+            own = inputs.action_mask & (batch.rollout.weight_versions[taken.index] == batch.rollout.current_version).to(
+                logprobs.device
+            )
+            gap = (logprobs.detach() - inputs.rollout_logprobs)[own].abs()
+            trained = inputs.weights != 0
+            parts.append(output.metrics)
+            parts.append(
+                {
+                    LOSS: Sum(float(output.loss.detach())),
+                    GAP_MAX: Max(float(gap.max()) if len(gap) else None),
+                    GAP_MEAN: Mean(float(gap.sum()), len(gap)),
+                    "entropy": Mean(float(entropy[trained].sum()), float(trained.sum())),
+                }
+            )
+            return output.loss
+
+        run_passes(loaded.module, batch, micro_batches, self.config, loss, backward=True)
+        # The ranks of one tensor- and context-parallel group computed the same numbers; only the last stage has any.
+        speaks = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+        return merge_metrics(gather_objects(merge_metrics(parts) if speaks else {}))
+
+    def logprobs(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
+        """Log-probs of each trajectory's tokens (float32, natural, at its temperature) under the current weights; a
+        sample's first token has 0. A collective of all ranks."""
+        newest = max((int(t.weight_versions.max()) for t in trajectories if len(t)), default=0)
+        batch = build_batch(trajectories, max(newest, 0))
+        micro_batches, _ = self._plan(batch, range(batch.rollout.samples))
+        values, _ = batch_logprobs(self.loaded.module, batch, micro_batches, self.config)
+        return np.split(values.numpy(), batch.rollout.cu_seqlens[1:-1].tolist())
+
+    def reset_moments(self) -> None:
+        """Forget Adam's moments."""
+        self.loaded.optimizer.reset_moments()
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and tensors, on this rank's device; see ``convert.export_weights``."""
+        return convert.export_weights(self.loaded.model, self.loaded.hf)
+
+    def save_hf(self, directory: Path) -> None:
+        """Write a Hugging Face directory (weights, config, tokenizer). A collective of all ranks.
+
+        Raises:
+            FileExistsError: ``directory`` exists.
+        """
+        exists = on_rank_zero(directory.exists)
+        if exists:
+            raise FileExistsError(f"{directory} exists; it is not overwritten")
+        weights = self.export_weights()
+        if dist.get_rank() == 0:
+            convert.save_hf(weights, self.loaded.source, directory, self.config.dtype)
+        else:
+            for _ in weights:  # the collectives need every rank
+                pass
+        dist.barrier()
+
+    def save_checkpoint(self, directory: Path, extra: Mapping[str, Any]) -> None:
+        """See ``checkpoint.save_checkpoint``."""
+        loaded = self.loaded
+        checkpoint.save_checkpoint(directory, loaded.model, loaded.optimizer, loaded.steps, extra, self.config)
+
+    def load_checkpoint(self, directory: Path) -> Mapping[str, Any]:
+        """Restore a checkpoint into the loaded model; returns the caller's extra state."""
+        loaded = self.loaded
+        restored = checkpoint.load_checkpoint(directory, loaded.model, loaded.optimizer, self.config)
+        loaded.steps = restored.step
+        return restored.extra
+
+
+def _finalize_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:
+    """Reduce the gradients over the ranks; without a number of tokens Megatron leaves them undivided."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _samples_with(tokens: Tensor, batch: TrainBatch) -> list[int]:
+    """Samples that have at least one of the marked tokens, ascending."""
+    return torch.unique(batch.rollout.sample_of_token()[tokens]).tolist()
+
+
+def _pop(report: dict[str, Metric], name: str) -> float | None:
+    return report.pop(name).value()
