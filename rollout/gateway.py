@@ -174,16 +174,17 @@ class Gateway:
 
     async def _reply(self, session_id: str, session: Session, chat: ChatRequest) -> web.Response:
         turn = session.record.match([message.model_dump() for message in chat.messages], self.renderer)
-        room = self.context_length - len(turn.prompt)
+        prompt = turn.prompt
+        room = self.context_length - len(prompt)
         if room <= 0:
             return _error(
                 400,
-                f"the conversation has {len(turn.prompt)} tokens, the context holds {self.context_length}",
+                f"the conversation has {len(prompt)} tokens, the context holds {self.context_length}",
                 "context_length_exceeded",
             )
         limit = min(room, chat.max_completion_tokens or chat.max_tokens or room)
         try:
-            generations = await self._generate(session_id, session, turn.prompt, limit)
+            generations = await self._generate(session_id, session, prompt, limit)
         except EngineError as error:
             self.stats.errors += 1
             return _error(502, str(error), "engine_error")
@@ -193,7 +194,7 @@ class Gateway:
         reply = self.renderer.text(token_ids)
         session.record.commit(turn, generations, reply)
         self.stats.turns += 1
-        return web.json_response(self._body(session_id, reply, generations, len(turn.prompt), len(token_ids)))
+        return web.json_response(self._body(session_id, reply, generations, len(prompt), len(token_ids)))
 
     async def _generate(self, session_id: str, session: Session, prompt: list[int], limit: int) -> list[Generation]:
         """Sample one reply, resuming by prefix whenever the engine aborts it."""

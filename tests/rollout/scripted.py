@@ -1,0 +1,63 @@
+"""An engine without a model, for tests of scheduling, the token record and faults."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rl.fresh_model import character_tokenizer
+from rollout.chat import ChatRenderer
+from rollout.engine.protocol import EngineError, FinishReason, Generation, Sampling
+
+TOKENIZER = character_tokenizer(256)
+EOS = TOKENIZER.eos_token_id
+
+
+def renderer() -> ChatRenderer:
+    return ChatRenderer(TOKENIZER)
+
+
+class ScriptedEngines:
+    """Answers with ``reply(prompt text)``; log-prob of a token is -token/100, so that records can be checked."""
+
+    def __init__(self, reply: Callable[[str], str], version: int = 0, delay_s: float = 0.0) -> None:
+        self.reply = reply
+        self.version = version
+        self.delay_s = delay_s
+        self.cut_first: int | None = None
+        """Abort the next generation after so many tokens."""
+        self.broken = False
+        self.calls: list[tuple[list[int], Sampling, str]] = []
+        self.aborted: list[str] = []
+        self.ended: list[str] = []
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_id: str, session: str) -> Generation:
+        self.calls.append((list(token_ids), sampling, request_id))
+        await asyncio.sleep(self.delay_s)
+        if self.broken:
+            raise EngineError("http://engine died")
+        text = TOKENIZER.decode(token_ids)
+        prefix, _, partial = text.rpartition("<assistant>")
+        full = [*TOKENIZER.encode(self.reply(prefix + "<assistant>"), add_special_tokens=False), EOS]
+        ids = full[len(TOKENIZER.encode(partial, add_special_tokens=False)) :]
+        finish = FinishReason.STOP
+        if self.cut_first is not None:
+            ids, self.cut_first, finish = ids[: self.cut_first], None, FinishReason.ABORT
+            self.version += 1
+            version = self.version - 1
+        else:
+            version = self.version
+        if len(ids) > sampling.max_new_tokens:
+            ids, finish = ids[: sampling.max_new_tokens], FinishReason.LENGTH
+        tokens = np.asarray(ids, dtype=np.int32)
+        return Generation(
+            tokens, (-tokens / 100).astype(np.float32), np.full(len(ids), version, np.int32), finish, len(token_ids), 0
+        )
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self.aborted += request_ids
+
+    def end_session(self, session: str) -> None:
+        self.ended.append(session)
