@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def load_trajectories(path: Path) -> tuple[list[Trajectory], list[bool], int]:
         with np.load(path) as file:
             header = json.loads(file["header"].tobytes())
             arrays = {name: file[name] for name in ARRAYS}
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is no file of trajectories: {error}") from None
     ends = np.cumsum([row["length"] for row in header["rows"]])[:-1]
     parts: dict[str, Any] = {name: np.split(array, ends) for name, array in arrays.items()}
