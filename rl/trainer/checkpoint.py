@@ -24,6 +24,7 @@ from rl.trainer import platform
 from rl.trainer.collective import gather_objects, on_rank_zero
 from rl.trainer.config import TrainerConfig
 from rl.trainer.files import finish_partial, fsync_path, fsync_tree, partial_path, start_partial
+from rl.trainer.manifest import FORMAT, MANIFEST, CheckpointError, read_manifest
 
 platform.install()
 
@@ -41,13 +42,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from rl.trainer.model import PolicyModel
 from rl.trainer.optimizer import Optimizer
 
-FORMAT = 1
-MANIFEST = "manifest.json"
 HASH_BLOCK_BYTES = 16 * 2**20
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be loaded; the message names the file or the number that is wrong."""
 
 
 @dataclass(frozen=True)
@@ -122,24 +117,6 @@ def save_checkpoint(
         finish_partial(directory)
 
     on_rank_zero(finish)
-
-
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest, without checking the files that it lists. Any process may call it.
-
-    Raises:
-        CheckpointError: there is none, it is not JSON, or it is of another format.
-    """
-    path = directory / MANIFEST
-    if not path.is_file():
-        raise CheckpointError(f"{directory} has no {MANIFEST}: it is not a checkpoint, or not a complete one")
-    try:
-        manifest = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not a manifest of format {FORMAT}")
-    return manifest
 
 
 def load_checkpoint(directory: Path, model: PolicyModel, optimizer: Optimizer, config: TrainerConfig) -> Restored:

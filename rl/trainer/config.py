@@ -60,8 +60,8 @@ class TrainerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = ParallelConfig.model_validate({})
+    optimizer: OptimizerConfig = OptimizerConfig.model_validate({})
     world_size: int = Field(1, ge=1, le=65536)
     cpus_per_rank: float = Field(1.0, gt=0)
     gpus_per_rank: float = Field(0.0, ge=0, le=1)
@@ -79,6 +79,10 @@ class TrainerConfig(BaseModel):
     seed: int = Field(0, ge=0, lt=2**31)
     timeout_s: float = Field(600.0, gt=0)
     """Of every collective operation: a rank that waits longer for another one fails."""
+    start_timeout_s: float = Field(180.0, gt=0)
+    """For the ranks to be placed, to start and to join their process group."""
+    call_timeout_s: float = Field(3600.0, gt=0)
+    """Of one operation (an update, a checkpoint) on all ranks."""
 
     @model_validator(mode="after")
     def _ranks_divide(self) -> Self:

@@ -76,6 +76,10 @@ def inverse_frequencies(hf: PretrainedConfig) -> Float32[Tensor, " half_dim"]:
     return frequencies
 
 
+def _leave_uninitialised(weight: Tensor) -> Tensor:
+    return weight
+
+
 def transformer_config(hf: PretrainedConfig, config: TrainerConfig) -> TransformerConfig:
     """Megatron's options for this model and layout.
 
@@ -116,8 +120,11 @@ def transformer_config(hf: PretrainedConfig, config: TrainerConfig) -> Transform
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=config.dtype == "bfloat16",
-        # Every weight is loaded before it is used; drawing random ones first would only cost time.
-        perform_initialization=False,
+        # Every weight is loaded before it is used, so that drawing random ones would only cost time. (Not
+        # perform_initialization=False: Megatron would leave out the marks that tell split weights from copies, and
+        # count the gradients of one rank alone in the norm.)
+        init_method=_leave_uninitialised,
+        output_layer_init_method=_leave_uninitialised,
         use_cpu_initialization=not torch.cuda.is_available(),
         # The sums over tokens carry their global denominators already, so that gradients are summed over the
         # data-parallel ranks; without this Megatron divides them by the number of ranks.
@@ -143,8 +150,7 @@ class PolicyModel(GPTModel):
         options = transformer_config(hf, config)
         tensor = config.parallel.tensor
         per_rank = -(-hf.vocab_size // tensor)
-        self_rows = hf.vocab_size - (tensor - 1) * per_rank
-        if self_rows <= 0:
+        if hf.vocab_size <= (tensor - 1) * per_rank:
             raise UnsupportedModelError(f"vocab_size {hf.vocab_size} is too small for tensor parallel size {tensor}")
         super().__init__(
             config=options,
@@ -163,8 +169,8 @@ class PolicyModel(GPTModel):
         """Rows of this rank's embedding that are tokens; the rest pads the vocabulary to a multiple of the ranks."""
 
     def run(self, layout: Layout) -> Float[Tensor, "local 1 hidden"]:
-        """Hidden states of this stage (of all tokens of the sequence-parallel part, after the final norm on the last
-        stage)."""
+        """Hidden states of this stage, after the final norm on the last one; under sequence parallelism, of this
+        rank's part of the tokens."""
         return self(layout.token_ids, None, None, packed_seq_params=layout.packing)
 
     def output_weight(self) -> Float[Tensor, "vocab_part hidden"]:

@@ -7,7 +7,7 @@ import math
 import torch
 
 from rl.trainer import platform
-from rl.trainer.config import TrainerConfig
+from rl.trainer.config import OptimizerConfig
 from rl.trainer.result import NonFiniteUpdateError
 
 platform.install()
@@ -25,8 +25,7 @@ from rl.trainer.model import DTYPES
 class Optimizer:
     """Steps the parameters of one data-parallel module with gradients that are reduced already."""
 
-    def __init__(self, module: DistributedDataParallel, config: TrainerConfig) -> None:
-        options = config.optimizer
+    def __init__(self, module: DistributedDataParallel, options: OptimizerConfig, dtype: str) -> None:
         self.clip_grad = options.clip_grad
         self.inner = get_megatron_optimizer(
             MegatronOptimizerConfig(
@@ -38,8 +37,8 @@ class Optimizer:
                 adam_eps=options.eps,
                 weight_decay=options.weight_decay,
                 clip_grad=options.clip_grad,
-                params_dtype=DTYPES[config.dtype],
-                bf16=config.dtype == "bfloat16",
+                params_dtype=DTYPES[dtype],
+                bf16=dtype == "bfloat16",
             ),
             [module],
             use_gloo_process_groups=False,

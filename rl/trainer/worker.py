@@ -25,9 +25,10 @@ from algorithms.types import Algorithm, Need, Targets
 from rl.batch import RolloutKey, SampleTokens, TrainBatch, build_batch, loss_inputs, plan_micro_batches
 from rl.stopwatch import Stopwatch
 from rl.trainer import platform
-from rl.trainer.config import TrainerConfig
+from rl.trainer.config import OptimizerConfig, TrainerConfig
 from rl.trainer.result import MissingInputError, NonFiniteUpdateError, UpdateResult
 from rl.trainer.schedule import learning_rate
+from rl.weights.serialize import Bucket, make_buckets
 from rollout.trajectory import Trajectory
 
 platform.install()
@@ -58,7 +59,10 @@ class _Loaded:
     hf: PretrainedConfig
     module: DistributedDataParallel
     optimizer: Optimizer
+    schedule: OptimizerConfig
+    total_steps: int | None = None
     steps: int = 0
+    """Updates since the optimizer was made."""
 
     @property
     def model(self) -> PolicyModel:
@@ -74,7 +78,6 @@ class TrainerWorker:
         if world_size != config.world_size:
             raise ValueError(f"world_size {world_size} differs from the config's {config.world_size}")
         self.config = config
-        self.total_steps: int | None = None
         self._loaded: _Loaded | None = None
         torch.set_num_threads(config.threads_per_rank)
         platform.init_distributed(
@@ -100,13 +103,19 @@ class TrainerWorker:
             model,
         )
         model.config.finalize_model_grads_func = _finalize_gradients
-        self._loaded = _Loaded(hf_dir, hf, module, Optimizer(module, self.config))
+        options = self.config.optimizer
+        self._loaded = _Loaded(hf_dir, hf, module, self._optimizer(module, options), options)
 
-    def set_total_steps(self, total: int) -> None:
-        """Length of the run in updates, over which the learning rate decays."""
-        if total < 1:
-            raise ValueError(f"total steps {total} must be at least 1")
-        self.total_steps = total
+    def set_optimizer(self, options: OptimizerConfig, total_steps: int) -> None:
+        """Begin a phase of ``total_steps`` updates: fresh moments, and the learning rate from its start."""
+        if total_steps < 1:
+            raise ValueError(f"total_steps {total_steps} must be at least 1")
+        loaded = self.loaded
+        loaded.optimizer = self._optimizer(loaded.module, options)
+        loaded.schedule, loaded.total_steps, loaded.steps = options, total_steps, 0
+
+    def _optimizer(self, module: DistributedDataParallel, options: OptimizerConfig) -> Optimizer:
+        return Optimizer(module, options, self.config.dtype)
 
     @property
     def loaded(self) -> _Loaded:
@@ -133,7 +142,7 @@ class TrainerWorker:
             ValueError: the batch is malformed, or has no token to train on.
         """
         loaded, watch = self.loaded, Stopwatch()
-        lr = learning_rate(self.config.optimizer, loaded.steps, self.total_steps)
+        lr = learning_rate(loaded.schedule, loaded.steps, loaded.total_steps)
         with watch.phase("batch"):
             batch = build_batch(trajectories, current_version, dropped)
         with watch.phase("logprobs"):
@@ -246,6 +255,14 @@ class TrainerWorker:
         """Hugging Face names and tensors, on this rank's device; see ``convert.export_weights``."""
         return convert.export_weights(self.loaded.model, self.loaded.hf)
 
+    def weight_buckets(self, bucket_bytes: int) -> list[Bucket]:
+        """The weights as engines load them; on rank 0, and an empty list on the others. A collective of all ranks."""
+        weights = self.export_weights()
+        if dist.get_rank() == 0:
+            return list(make_buckets(weights, bucket_bytes))
+        _exhaust(weights)
+        return []
+
     def save_hf(self, directory: Path) -> None:
         """Write a Hugging Face directory (weights, config, tokenizer). A collective of all ranks.
 
@@ -259,8 +276,7 @@ class TrainerWorker:
         if dist.get_rank() == 0:
             convert.save_hf(weights, self.loaded.source, directory, self.config.dtype)
         else:
-            for _ in weights:  # the collectives need every rank
-                pass
+            _exhaust(weights)
         dist.barrier()
 
     def save_checkpoint(self, directory: Path, extra: Mapping[str, Any]) -> None:
@@ -284,6 +300,12 @@ def _finalize_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: A
 def _samples_with(tokens: Tensor, batch: TrainBatch) -> list[int]:
     """Samples that have at least one of the marked tokens, ascending."""
     return torch.unique(batch.rollout.sample_of_token()[tokens]).tolist()
+
+
+def _exhaust(weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Take part in an export whose tensors this rank does not need."""
+    for _ in weights:
+        pass
 
 
 def _pop(report: dict[str, Metric], name: str) -> float | None:

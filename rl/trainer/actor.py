@@ -1,0 +1,55 @@
+"""A Ray actor around one ``TrainerWorker``. Light to import: Megatron is imported inside the actor's process."""
+
+from __future__ import annotations
+
+import random
+import socket
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from rl.trainer.config import TrainerConfig
+
+if TYPE_CHECKING:
+    from rl.trainer.worker import TrainerWorker
+
+
+PORTS = range(20_000, 32_000)
+"""Below the ports that the kernel gives to outgoing connections, one of which could take ours before it is bound."""
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on now."""
+    for port in random.SystemRandom().sample(PORTS, 100):
+        with socket.socket() as listener:
+            try:
+                listener.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(f"100 ports of {PORTS} are all in use")
+
+
+class RankActor:
+    """One rank. Only rank 0's results travel back; every rank's are the same."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._worker: TrainerWorker | None = None
+
+    def endpoint(self) -> tuple[str, int]:
+        """This node's address and a port that is free on it now."""
+        return ray.util.get_node_ip_address(), free_port()
+
+    def start(self, config: TrainerConfig, address: str, port: int) -> None:
+        """Join the process group; returns when all ranks have."""
+        from rl.trainer.worker import TrainerWorker
+
+        self._worker = TrainerWorker(config, self.rank, config.world_size, address, port)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the worker by name."""
+        if self._worker is None:
+            raise RuntimeError(f"rank {self.rank} has not joined the process group")
+        result = getattr(self._worker, method)(*arguments)
+        return result if self.rank == 0 else None

@@ -1,0 +1,90 @@
+"""What the trainer's tests share, also those that run in spawned ranks."""
+
+import numpy as np
+import torch
+
+from algorithms.metrics import Sum
+from algorithms.types import Algorithm, LossOutput, Need, Targets
+from rollout.trajectory import StopReason, Trajectory
+
+
+def make_trajectory(length, group=0, sample=0, version=0, reward=1.0, seed=0, temperature=1.0, **changes):
+    rng = np.random.default_rng((seed, group, sample, changes.get("segment", 0)))
+    mask = np.arange(length) >= length // 3
+    values = {
+        "token_ids": rng.integers(6, 100, length).astype(np.int32),
+        "action_mask": mask,
+        "rollout_logprobs": np.where(mask, -4.6, 0).astype(np.float32),
+        "weight_versions": np.where(mask, version, -1).astype(np.int32),
+        "turn_index": np.zeros(length, np.int32),
+        "temperature": temperature,
+        "reward": reward,
+        "task": "test",
+        "epoch": 0,
+        "prompt_id": str(group),
+        "group_id": group,
+        "sample_id": sample,
+        "stop_reason": StopReason.STOP,
+    }
+    return Trajectory(**(values | changes))
+
+
+def make_trajectories(groups=4, samples=3, seed=0, temperature=1.0):
+    """Uneven lengths between 5 and 40, rewards that differ inside a group."""
+    rng = np.random.default_rng(seed)
+    return [
+        make_trajectory(int(rng.integers(5, 40)), g, s, reward=float(rng.normal()), temperature=temperature)
+        for g in range(groups)
+        for s in range(samples)
+    ]
+
+
+class Ratio(Algorithm):
+    """−Σ w · exp(log π − log π_old) · R: needs the old log-probs; the denominator is the whole batch's tokens."""
+
+    needs = frozenset({Need.OLD_LOGPROBS})
+
+    def prepare(self, batch):
+        live = (batch.valid & ~batch.dropped)[batch.rollout][batch.sample_of_token()]
+        weights = (batch.action_mask & live).float()
+        return Targets(
+            advantages=batch.reward[batch.rollout][batch.sample_of_token()].float(),
+            weights=weights / weights.sum().clamp(min=1),
+            metrics={"prepared": Sum(1.0)},
+        )
+
+    def loss(self, inputs):
+        ratio = (inputs.logprobs - inputs.old_logprobs).exp()
+        return LossOutput(-(inputs.weights * ratio * inputs.advantages).sum(), {"calls": Sum(1.0)})
+
+
+def capture_update(worker, trajectories, algorithm, version=0, dropped=()):
+    """An update; returns its result and the reduced gradient before clipping, by Hugging Face name."""
+    optimizer, gradient = worker.loaded.optimizer, {}
+    step = optimizer.step
+
+    def capture(lr):
+        parameters = list(worker.loaded.model.parameters())
+        weights = [p.detach().clone() for p in parameters]
+        with torch.no_grad():
+            for p in parameters:
+                p.copy_(p.main_grad)
+            gradient.update({name: tensor.clone() for name, tensor in worker.export_weights()})
+            for p, weight in zip(parameters, weights, strict=True):
+                p.copy_(weight)
+        return step(lr)
+
+    optimizer.step = capture
+    try:
+        result = worker.update(trajectories, version, algorithm, dropped)
+    finally:
+        del optimizer.step
+    return result, gradient
+
+
+def assert_close(found, expected, relative=2e-5):
+    """Tensors by name, relative to each one's largest value."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        scale = float(tensor.abs().max())
+        assert float((found[name] - tensor).abs().max()) <= relative * scale, name

@@ -1,0 +1,32 @@
+import pytest
+
+from rl.fresh_model import FreshModel, create_model
+from rl.trainer.actor import free_port
+from rl.trainer.config import OptimizerConfig, TrainerConfig
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory):
+    """A tiny Qwen3 with grouped queries."""
+    directory = tmp_path_factory.mktemp("model") / "hf"
+    create_model(directory, FreshModel(kv_heads=2, initializer_range=0.1), seed=0)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def session_worker():
+    """The one rank of this process; a process has one process group."""
+    from rl.trainer.worker import TrainerWorker
+
+    worker = TrainerWorker(TrainerConfig(optimizer=OptimizerConfig(lr=1e-3)), 0, 1, "127.0.0.1", free_port())
+    yield worker
+    worker.close()
+
+
+@pytest.fixture
+def worker(session_worker, model_dir):
+    """The rank with the tiny model's weights and a fresh optimizer."""
+    config = session_worker.config
+    session_worker.load_model(model_dir)
+    yield session_worker
+    session_worker.config = config
