@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 60.0
 """Longest time a GET is held; a longer ``wait_s`` is answered after this."""
-RETENTION_S = 600.0
+RETENTION_S = 120.0
 """How long an ended episode that nobody deletes is kept."""
 MAX_BODY_BYTES = 16 * 2**20
 DISCONNECT_GRACE_S = 1.0

@@ -28,8 +28,8 @@ from tasks.protocol import EpisodeEnd, Message, Prompt, Task
 from tasks.splits import split_ids
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-EXPRESSION = re.compile(r"(-?\d+)([+*-])(-?\d+)([+*-])(-?\d+)")
-CALL = re.compile(r"\[(-?\d{1,6})([+*-])(-?\d{1,6})\]")
+EXPRESSION = re.compile(r"([0-9]+)([+*-])([0-9]+)([+*-])([0-9]+)")
+CALL = re.compile(r"\[(-?[0-9]{1,6})([+*-])(-?[0-9]{1,6})\]")
 TOOL_ERROR = "err"
 WRONG_BY = (-10, -1, 1, 7, 10)
 """By how much a demonstration that answers without the tool is off."""
