@@ -84,8 +84,12 @@ class Optimizer:
                     state[name].zero_()
 
     def sharded_state_dict(self, model: ShardedStateDict, loading: bool) -> ShardedStateDict:
-        return self.inner.sharded_state_dict(model, is_loading=loading)
+        state = self.inner.sharded_state_dict(model, is_loading=loading)
+        parts = [state] if len(self.inner.chained_optimizers) == 1 else list(state.values())
+        for part in parts:
+            # Megatron leaves a step count of 0 out, and torch's Adam does not load without one.
+            part.get("optimizer", part)["state"].setdefault("common_step", torch.tensor(0.0))
+        return state
 
     def load_state_dict(self, state: ShardedStateDict) -> None:
         self.inner.load_state_dict(state)
-        self._complete_state()

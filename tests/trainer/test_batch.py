@@ -1,0 +1,89 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from algorithms.types import Targets
+from rl.batch import build_batch, loss_inputs, plan_micro_batches, take_samples
+from rollout.trajectory import StopReason
+from tests.trainer.common import make_trajectories, make_trajectory
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 60), max_size=40), st.integers(1, 80), st.integers(1, 5))
+def test_plan_loses_nothing_and_keeps_the_budget(lengths, budget, ranks):
+    plan = plan_micro_batches(lengths, budget, ranks)
+    assert len(plan) == ranks
+    assert len({len(micro_batches) for micro_batches in plan}) == 1
+    assert len(plan[0]) >= 1
+    members = [sample for micro_batches in plan for micro_batch in micro_batches for sample in micro_batch]
+    assert sorted(members) == list(range(len(lengths)))
+    for micro_batches in plan:
+        for micro_batch in micro_batches:
+            assert micro_batch == sorted(micro_batch)
+            assert sum(lengths[s] for s in micro_batch) <= budget or len(micro_batch) == 1
+    if len(lengths) >= ranks * len(plan[0]):
+        assert all(micro_batch for micro_batches in plan for micro_batch in micro_batches)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=20, max_size=60), st.integers(60, 200), st.integers(2, 4))
+def test_plan_balances_ranks(lengths, budget, ranks):
+    plan = plan_micro_batches(lengths, budget, ranks)
+    loads = [sum(lengths[s] for micro_batch in micro_batches for s in micro_batch) for micro_batches in plan]
+    assert max(loads) - min(loads) <= budget
+
+
+def test_segments_share_a_rollout():
+    batch = build_batch(
+        [
+            make_trajectory(6, 7, 0, reward=1.0, segment=1, stop_reason=StopReason.LENGTH),
+            make_trajectory(4, 3, 1, reward=2.0),
+            make_trajectory(5, 7, 0, reward=1.0, segment=0),
+            make_trajectory(3, 3, 0, reward=0.5, stop_reason=StopReason.FAILED),
+        ],
+        current_version=2,
+        dropped={(3, 1)},
+    ).rollout
+    assert batch.rollout.tolist() == [2, 1, 2, 0]
+    assert batch.segment.tolist() == [1, 0, 0, 0]
+    assert batch.group.tolist() == [0, 0, 1]
+    assert batch.reward.tolist() == [0.5, 2.0, 1.0]
+    assert batch.valid.tolist() == [False, True, True]
+    assert batch.truncated.tolist() == [False, False, True]
+    assert batch.dropped.tolist() == [False, True, False]
+    assert batch.cu_seqlens.tolist() == [0, 6, 10, 15, 18]
+    assert batch.reward.dtype == torch.float64
+
+
+def test_taken_samples_are_slices_of_the_batch():
+    trajectories = make_trajectories()
+    batch = build_batch(trajectories, 0)
+    order = [5, 0, 3]
+    taken = take_samples(batch, order)
+    assert taken.token_ids.tolist() == np.concatenate([trajectories[s].token_ids for s in order]).tolist()
+    assert taken.cu_seqlens.diff().tolist() == [len(trajectories[s]) for s in order]
+    tokens = len(batch.token_ids)
+    targets = Targets(torch.arange(tokens).float(), torch.ones(tokens))
+    inputs = loss_inputs(batch.rollout, targets, taken, torch.zeros(len(taken.token_ids)), None)
+    assert inputs.advantages.tolist() == taken.index.tolist()
+    assert inputs.rollout_logprobs.tolist() == [x for s in order for x in trajectories[s].rollout_logprobs.tolist()]
+    assert inputs.old_logprobs is None
+    assert take_samples(batch, []).cu_seqlens.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("trajectories", "dropped", "message"),
+    [
+        ([], (), "at least one"),
+        ([make_trajectory(4), make_trajectory(4)], (), "more than once"),
+        ([make_trajectory(4, segment=0), make_trajectory(4, segment=1, reward=2.0)], (), "different rewards"),
+        ([make_trajectory(4, version=3)], (), "version 3, newer than the current version 2"),
+        ([make_trajectory(4, temperature=0.0)], (), "temperature 0.0 must be above 0"),
+        ([make_trajectory(4)], {(9, 9)}, r"\(9, 9\)"),
+    ],
+)
+def test_malformed_batches_are_refused(trajectories, dropped, message):
+    with pytest.raises(ValueError, match=message):
+        build_batch(trajectories, 2, dropped)

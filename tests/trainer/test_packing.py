@@ -1,0 +1,69 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl.trainer.layers import PackedAttention
+from rl.trainer.packing import build_layout
+
+CPU = torch.device("cpu")
+
+
+def lay_out(lengths, **options):
+    lengths = torch.tensor(lengths, dtype=torch.long)
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    tokens = torch.arange(1, int(lengths.sum()) + 1)
+    temperature = torch.arange(1, len(lengths) + 1).float()
+    return tokens, cu_seqlens, build_layout(tokens, cu_seqlens, temperature, CPU, **options)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 300), max_size=8), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
+def test_every_token_is_predicted_from_its_predecessor(lengths, context, multiple):
+    whole_targets, whole_temperature = [], []
+    for rank in range(context):
+        tokens, cu_seqlens, layout = lay_out(lengths, context=context, context_rank=rank, multiple=multiple)
+        assert layout.token_ids.size(1) % multiple == 0
+        assert layout.token_ids.size(1) > 0
+        assert layout.token_ids.size(1) == len(layout.targets) == len(layout.packing.positions)
+        whole_targets.append(layout.targets)
+        whole_temperature.append(layout.temperature)
+    assert len({len(targets) for targets in whole_targets}) == 1  # the ranks share evenly
+    targets, temperature = torch.cat(whole_targets), torch.cat(whole_temperature)
+    if context > 1:
+        order = layout.packing.gathered_order
+        targets, temperature = targets[order], temperature[order]
+    assert torch.equal(targets[layout.predictors], tokens[layout.predicted])
+    sample = torch.repeat_interleave(torch.arange(len(lengths)), cu_seqlens.diff())
+    assert torch.equal(temperature[layout.predictors], sample[layout.predicted] + 1.0)
+    first = set(cu_seqlens[:-1][cu_seqlens.diff() > 0].tolist())
+    assert set(range(len(tokens))) - set(layout.predicted.tolist()) == first
+
+
+class _OneRank:
+    def size(self):
+        return 1
+
+
+@pytest.mark.parametrize("lengths", [[40], [5, 5, 5], [3, 1, 40, 128], [300, 10, 290, 100, 129, 1]])
+def test_attention_stays_inside_each_sample(lengths):
+    _, cu_seqlens, layout = lay_out(lengths)
+    attention = PackedAttention.__new__(PackedAttention)
+    torch.nn.Module.__init__(attention)
+    attention.scale, attention.context_group = None, _OneRank()
+    torch.manual_seed(0)
+    query = torch.randn(sum(lengths), 1, 4, 8)
+    key, value = torch.randn(2, sum(lengths), 1, 2, 8)
+    found = attention(query, key, value, None, packed_seq_params=layout.packing)
+    for begin, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+        q, k, v = (x[begin:end].permute(1, 2, 0, 3) for x in (query, key, value))
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        assert torch.allclose(found[begin:end, 0], expected[0].transpose(0, 1).flatten(1), atol=1e-6)
+
+
+def test_short_samples_share_one_call_and_long_ones_are_not_padded_much():
+    _, _, layout = lay_out([40, 20, 60, 3])
+    assert len(layout.packing.buckets) == 1
+    _, _, layout = lay_out([1000, 900, 500, 20])
+    assert [bucket.keys.length for bucket in layout.packing.buckets] == [1000, 500, 20]
