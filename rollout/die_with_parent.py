@@ -20,7 +20,10 @@ def main() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:  # it died before the call above, so no signal will come
         sys.exit(f"the parent process {parent} is gone")
-    os.execvp(command[0], command)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"{command[0]}: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -71,6 +72,8 @@ class ManagedProcess:
 
     def tree(self) -> list[psutil.Process]:
         """It and all that it started and that still runs: its descendants, and the orphans of its session."""
+        if self.exit_code is not None and psutil.pid_exists(self.pid):
+            return []  # the number is another's now, which it cannot be while a process of the session is left
         found = {process.pid: process for process in _descendants(self.pid)}
         for process in psutil.process_iter():
             try:
@@ -227,11 +230,20 @@ def _stop_tree(process: ManagedProcess) -> None:
             member.kill()
         except psutil.NoSuchProcess:
             continue
-    _, alive = psutil.wait_procs([member for member in tree if member.pid != process.pid], timeout=KILL_WAIT_S)
-    if not _ended(process, KILL_WAIT_S):
-        alive.append(psutil.Process(process.pid))
-    if alive:
-        raise ProcessError(f"{process.name}: processes {[member.pid for member in alive]} outlive SIGKILL")
+    deadline = time.monotonic() + KILL_WAIT_S
+    _ended(process, KILL_WAIT_S)
+    while alive := [member.pid for member in tree if _runs(member)]:
+        if time.monotonic() > deadline:
+            raise ProcessError(f"{process.name}: processes {alive} outlive SIGKILL")
+        time.sleep(0.01)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """False also for a zombie: an orphan stays one where process 1 does not reap."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _ended(process: ManagedProcess, timeout_s: float) -> bool:

@@ -75,9 +75,10 @@ def command(config: EngineConfig, model_dir: Path, port: int, weight_version: in
 
 def environment(config: EngineConfig) -> dict[str, str]:
     """What SGLang itself reads from its environment."""
+    common = {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}  # seconds until a cancelled request is noticed and ended
     if config.device == "cuda":
-        return {}
-    return {
+        return common
+    return common | {
         "SGLANG_USE_CPU_ENGINE": "1",
         "TORCHDYNAMO_DISABLE": "1",  # no Triton to compile for
         "OMP_NUM_THREADS": str(config.cpu_threads),

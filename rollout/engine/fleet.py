@@ -18,6 +18,11 @@ DEATH_POLL_S = 0.5
 """How often it is looked whether a server's process still runs."""
 START_POLL_S = 0.25
 PROGRESS_S = 5.0
+STOP_GRACE_S = 0.0
+"""A server holds nothing that is worth waiting for: at SIGTERM it only sleeps 5 s, and what SIGKILL leaves in /dev/shm
+(16 KiB) SGLang's next start removes."""
+HEALTH_TIMEOUT_S = 30.0
+"""SGLang itself gives up after 20 s, and then says so."""
 FAILURES_UNTIL_LOST = 2
 """One failed health check may be a stall; two in a row are not."""
 
@@ -146,8 +151,9 @@ class EngineFleet:
             command(self.config, model_dir, port, weight_version, index),
             self._log_dir / f"{name}.log",
             environment(self.config),
+            STOP_GRACE_S,
         )
-        timeouts = Timeouts(request_s=self.config.request_timeout_s, control_s=self.config.control_timeout_s)
+        timeouts = Timeouts(self.config.request_timeout_s, self.config.control_timeout_s, HEALTH_TIMEOUT_S)
         return _Server(index, name, process, SGLangEngine(f"http://127.0.0.1:{port}", timeouts))
 
     async def _wait_until_all_generate(self) -> None:

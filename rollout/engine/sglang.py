@@ -19,6 +19,7 @@ from rollout.engine.sglang_answers import parse_generation, parse_loads
 
 SHOWN_CHARACTERS = 500
 """How much of an error answer's body an error shows."""
+UPDATE_IS_OPEN = "session is already open"
 RID_END = "#"
 """Ends every request id on the wire: SGLang aborts all requests whose id *begins* with the one given."""
 
@@ -143,9 +144,17 @@ class SGLangEngine:
             return int(info["weight_version"])
 
     async def begin_weight_update(self) -> None:
-        await self._control("/begin_weight_update", {})
+        """Open an update. One that a failed publication left open is closed first."""
+        try:
+            await self._control("/begin_weight_update", {})
+        except EngineError as error:
+            if UPDATE_IS_OPEN not in str(error):
+                raise
+            await self.end_weight_update()
+            await self._control("/begin_weight_update", {})
 
     async def end_weight_update(self) -> None:
+        """Close the update: what SGLang derives from the weights is made anew."""
         await self._control("/end_weight_update", {})
 
     async def update_weights_from_tensors(self, payloads: Sequence[str], version: int | None) -> None:
