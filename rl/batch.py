@@ -69,6 +69,7 @@ def build_batch(
     valid = np.ones(len(keys), dtype=bool)
     np.logical_and.at(valid, rollout_of, np.array([t.valid for t in trajectories]))
     by_segment = np.lexsort((segments[:, 2], rollout_of))
+    repeated = np.array([t.repeated for t in trajectories])[first]
     truncated = np.zeros(len(keys), dtype=bool)
     # Assignment in order of the segments: the last one stays.
     truncated[rollout_of[by_segment]] = np.array([t.truncated for t in trajectories])[by_segment]
@@ -86,6 +87,7 @@ def build_batch(
         valid=torch.from_numpy(valid),
         truncated=torch.from_numpy(truncated),
         dropped=torch.from_numpy(dropped_mask),
+        repeated=torch.from_numpy(repeated),
     )
     temperature = torch.tensor([t.temperature for t in trajectories], dtype=torch.float32)
     return TrainBatch(_joined([t.token_ids for t in trajectories]), temperature, batch)

@@ -23,7 +23,7 @@ import xxhash
 from rl.trainer import platform
 from rl.trainer.collective import gather_objects, on_rank_zero
 from rl.trainer.config import TrainerConfig
-from rl.trainer.files import finish_partial, fsync_path, fsync_tree, partial_path, start_partial
+from rl.trainer.directories import finish_partial, fsync_path, fsync_tree, partial_path, start_partial
 from rl.trainer.manifest import FORMAT, MANIFEST, CheckpointError, read_manifest
 
 platform.install()

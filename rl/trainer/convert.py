@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from rl.trainer import platform
-from rl.trainer.files import finish_partial, fsync_tree, start_partial
+from rl.trainer.directories import finish_partial, fsync_tree, start_partial
 
 platform.install()
 

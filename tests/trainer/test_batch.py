@@ -39,7 +39,7 @@ def test_segments_share_a_rollout():
     batch = build_batch(
         [
             make_trajectory(6, 7, 0, reward=1.0, segment=1, stop_reason=StopReason.LENGTH),
-            make_trajectory(4, 3, 1, reward=2.0),
+            make_trajectory(4, 3, 1, reward=2.0, repeated=True),
             make_trajectory(5, 7, 0, reward=1.0, segment=0),
             make_trajectory(3, 3, 0, reward=0.5, stop_reason=StopReason.FAILED),
         ],
@@ -53,6 +53,7 @@ def test_segments_share_a_rollout():
     assert batch.valid.tolist() == [False, True, True]
     assert batch.truncated.tolist() == [False, False, True]
     assert batch.dropped.tolist() == [False, True, False]
+    assert batch.repeated.tolist() == [False, True, False]
     assert batch.cu_seqlens.tolist() == [0, 6, 10, 15, 18]
     assert batch.reward.dtype == torch.float64
 

@@ -82,7 +82,7 @@ def test_damage_is_named(saved, worker):
     with pytest.raises(CheckpointError, match=f"{data.name} is missing"):
         worker.load_checkpoint(saved)
     (saved / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="no manifest.json"):
+    with pytest.raises(CheckpointError, match=r"no manifest\.json"):
         worker.load_checkpoint(saved)
     assert all(torch.equal(before[name], tensor) for name, tensor in worker.export_weights())
 

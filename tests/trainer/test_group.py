@@ -21,9 +21,16 @@ def cluster():
     ray.shutdown()
 
 
+def _title(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # it ended meanwhile, or is a zombie
+        return ""
+
+
 def rank_processes():
     return sorted(
-        (p for p in psutil.Process().children(recursive=True) if "RankActor" in " ".join(p.cmdline())),
+        (p for p in psutil.Process().children(recursive=True) if "RankActor" in _title(p)),
         key=lambda p: p.pid,
     )
 
@@ -36,6 +43,10 @@ def test_no_room_is_an_error(cluster):
 
 def test_life_of_a_group(cluster, model_dir, tmp_path):
     asyncio.run(_life(model_dir, tmp_path))
+    deadline = time.monotonic() + 10
+    while rank_processes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert rank_processes() == []
 
 
 async def _life(model_dir, tmp_path):
@@ -67,10 +78,6 @@ async def _life(model_dir, tmp_path):
     finally:
         await group.close()
         await group.close()
-    deadline = time.monotonic() + 10
-    while rank_processes() and time.monotonic() < deadline:
-        await asyncio.sleep(0.1)
-    assert rank_processes() == []
 
 
 async def _death(group, trajectories):

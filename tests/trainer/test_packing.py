@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,7 +58,7 @@ def test_attention_stays_inside_each_sample(lengths):
     query = torch.randn(sum(lengths), 1, 4, 8)
     key, value = torch.randn(2, sum(lengths), 1, 2, 8)
     found = attention(query, key, value, None, packed_seq_params=layout.packing)
-    for begin, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+    for begin, end in itertools.pairwise(cu_seqlens):
         q, k, v = (x[begin:end].permute(1, 2, 0, 3) for x in (query, key, value))
         expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         assert torch.allclose(found[begin:end, 0], expected[0].transpose(0, 1).flatten(1), atol=1e-6)

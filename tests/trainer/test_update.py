@@ -78,7 +78,7 @@ def test_needs_that_it_cannot_compute_are_named(worker):
     class Critic(Ratio):
         needs = frozenset({Need.VALUES})
 
-    with pytest.raises(MissingInputError, match="Critic needs .*values"):
+    with pytest.raises(MissingInputError, match=r"Critic needs .*values"):
         worker.update(make_trajectories(groups=1), 0, Critic())
 
 
