@@ -64,9 +64,9 @@ def _reply(completion: object, gateway_url: str) -> Reply:
 
 
 def _describe(error: openai.OpenAIError) -> str:
-    # "Connection error." and "Request timed out." hide what happened; the first cause knows.
     cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    text = f"{type(error).__name__}: {error}"
-    return text if cause is error else f"{text} ({type(cause).__name__}: {cause})"
+    if isinstance(error, openai.APIConnectionError):
+        # It says "Connection error." or "Request timed out.", for a refused connection too; its first cause knows.
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+    return f"{type(cause).__name__}: {cause}"

@@ -44,7 +44,7 @@ class Calculator(Task):
     """Largest operand."""
     operators: str = Field("+-*", pattern=r"^[+*-]{1,3}$")
     max_turns: int = Field(4, gt=0)
-    good_share: float = Field(0.5, ge=0, le=1)
+    good_share: float = Field(0.35, ge=0, le=1)
     """Share of the demonstrations that are right; half of the others answer at once, half stop one call early."""
 
     @model_validator(mode="after")

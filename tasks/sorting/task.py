@@ -24,7 +24,7 @@ class Sorting(Task):
 
     length: int = Field(4, ge=2, le=5)
     """Digits of a number."""
-    good_share: float = Field(0.5, ge=0, le=1)
+    good_share: float = Field(0.4, ge=0, le=1)
     """Share of the demonstrations that are right; the others have two neighbours swapped."""
 
     def prompts(self, split: Literal["train", "eval"]) -> Sequence[Prompt]:

@@ -127,7 +127,7 @@ def test_an_episode_past_its_time_fails_with_the_turn_it_was_in():
             return status.error
 
     error = asyncio.run(main())
-    assert "after 0.3 s" in error or "APITimeoutError" in error
+    assert "after 0.3 s, in turn 1" in error
 
 
 def test_a_gateway_that_is_not_there_fails_the_episode_with_its_url():
@@ -137,8 +137,7 @@ def test_a_gateway_that_is_not_there_fails_the_episode_with_its_url():
 
     status = asyncio.run(main())
     assert status.state is EpisodeState.FAILED
-    assert "http://127.0.0.1:1/v1" in status.error
-    assert "Connect" in status.error
+    assert status.error.startswith("GatewayError: http://127.0.0.1:1/v1: ConnectionRefusedError: ")
 
 
 def test_a_gateway_that_dies_in_an_episode_fails_it():
@@ -151,8 +150,7 @@ def test_a_gateway_that_dies_in_an_episode_fails_it():
 
     status = asyncio.run(main())
     assert status.state is EpisodeState.FAILED
-    assert "GatewayError" in status.error
-    assert "isconnected" in status.error
+    assert status.error.endswith("ServerDisconnectedError: Server disconnected")
 
 
 @pytest.mark.parametrize(
