@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 import torch
-from jaxtyping import Bool, Float64, Int
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
+from algorithms.metrics import Max, Mean, Metric, Std
 from algorithms.packed import group_sums
 
 
@@ -19,33 +21,51 @@ class Baseline(StrEnum):
 def group_advantages(
     reward: Float64[Tensor, " rollouts"],
     group: Int[Tensor, " rollouts"],
-    counts: Bool[Tensor, " rollouts"],
+    valid: Bool[Tensor, " rollouts"],
+    repeated: Bool[Tensor, " rollouts"] | None = None,
     *,
     baseline: Baseline = Baseline.MEAN,
     normalize_std: bool,
     unbiased_std: bool = True,
     std_epsilon: float = 1e-6,
 ) -> Float64[Tensor, " rollouts"]:
-    """Â_i = (R_i − mean R) [/ (std R + ε)] with the statistics of those rollouts of i's group that ``counts`` names.
+    """Â_i = (R_i − mean R) [/ (std R + ε)] over the valid rollouts of i's group, copies left out; 0 if i is not valid.
 
-    In float64, from deviations: E[x²]−E[x]² in float32 loses rewards that differ in the fifth digit.
+    In float64 and from deviations: E[x²]−E[x]² in float32 loses rewards that differ in the fifth digit.
     """
     group = group.long()
-    one = counts.double()
-    size = group_sums(one, group)
-    # Shifted by one of the group's own rewards, equal rewards have a deviation of exactly 0.
-    origin = torch.full_like(size, -torch.inf).scatter_reduce_(
+    counts = valid if repeated is None else valid & ~repeated
+    size = group_sums(counts.double(), group)
+    # Shifted by one of the group's own rewards, so that equal rewards deviate by exactly 0.
+    largest = torch.full_like(size, -torch.inf).scatter_reduce_(
         0, group, torch.where(counts, reward, -torch.inf), "amax"
     )
-    shifted = torch.where(counts, reward - origin[group], 0.0)
-    mean = group_sums(shifted, group) / size.clamp(min=1)
-    deviation = torch.where(size[group] > 0, reward - origin[group] - mean[group], 0.0)
+    shifted = torch.where(valid, reward - largest[group], 0.0)
+    mean = group_sums(shifted * counts, group) / size.clamp(min=1)
+    deviation = torch.where(valid, shifted - mean[group], 0.0)
     advantage = deviation
-    if baseline is Baseline.LEAVE_ONE_OUT:
-        # R_i − mean of the others = (R_i − mean)·G/(G−1)
+    if baseline is Baseline.LEAVE_ONE_OUT:  # R_i − mean of the others = (R_i − mean)·G/(G−1)
         advantage = advantage * (size / (size - 1).clamp(min=1))[group]
     if normalize_std:
-        squares = group_sums(torch.where(counts, deviation.square(), 0.0), group)
+        squares = group_sums(deviation.square() * counts, group)
         std = (squares / (size - unbiased_std).clamp(min=1)).sqrt()
         advantage = advantage / (std + std_epsilon)[group]
     return advantage
+
+
+def overlong_penalty(
+    length: Float64[Tensor, " rollouts"], max_length: int, buffer: int
+) -> Float64[Tensor, " rollouts"]:
+    """0 up to ``max_length − buffer`` tokens, then falling linearly to −1 (DAPO, arXiv 2503.14476 Eq. 13)."""
+    return ((max_length - buffer - length) / buffer).clamp(-1, 0)
+
+
+def moments(advantages: Float[Tensor, " n"]) -> Mapping[str, Metric]:
+    """Mean, standard deviation and largest size, of the entries given."""
+    x = advantages.double()
+    mean = float(x.mean()) if len(x) else 0.0
+    return {
+        "advantage/mean": Mean(float(x.sum()), len(x)),
+        "advantage/std": Std(len(x), mean, float((x - mean).square().sum())),
+        "advantage/max_abs": Max(float(x.abs().max()) if len(x) else None),
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 import torch
-from jaxtyping import Float32
+from jaxtyping import Float32, Float64
 from torch import Tensor
 
 from algorithms.filters import Trained
@@ -14,20 +14,29 @@ from algorithms.types import RolloutBatch
 
 
 class Aggregation(StrEnum):
-    SEQUENCE_MEAN = "sequence_mean"  # mean over prompts of 1/G Σ_i 1/|y_i| Σ_t
-    TOKEN_MEAN = "token_mean"
+    SEQUENCE_MEAN = "sequence_mean"  # the mean over prompts of 1/G Σ_i 1/|y_i| Σ_t
+    TOKEN_MEAN = "token_mean"  # Σ_t over the number of tokens in the batch
 
 
 def token_weights(batch: RolloutBatch, trained: Trained, aggregation: Aggregation) -> Float32[Tensor, " tokens"]:
-    """Weight of each token's loss; 0 off ``trained.mask``. The weights of all tokens sum to 1.
+    """Weight of each token's loss, 0 where it is not trained on. The weights of all tokens sum to 1.
 
-    |y_i| and G count what is trained on: tokens of all samples of rollout i, and rollouts with such a token.
+    |y_i| and G count what is trained on: the tokens of all samples of rollout i, and the rollouts with such a token.
     """
     if aggregation is Aggregation.TOKEN_MEAN:
-        return trained.mask / trained.per_sample.sum().clamp(min=1).to(torch.float32)
-    length = rollout_sums(trained.per_sample, batch.rollout, batch.rollouts)
-    trains = (length > 0).double()
-    group_size = group_sums(trains, batch.group)
-    prompts = (group_size > 0).sum()
-    per_rollout = trains / (prompts * group_size[batch.group.long()] * length).clamp(min=1)
-    return spread(per_rollout[batch.rollout.long()].float(), batch.cu_seqlens) * trained.mask
+        per_sample = torch.ones_like(trained.count) / trained.count.sum().clamp(min=1)
+    else:
+        rollout, group = batch.rollout.long(), batch.group.long()
+        length = rollout_sums(trained.count, rollout, batch.rollouts)
+        size = group_sums((length > 0).double(), group)
+        prompts = (size > 0).sum()
+        per_sample = 1 / (prompts * size[group] * length).clamp(min=1)[rollout]
+    return spread_over_trained(per_sample, batch, trained)
+
+
+def spread_over_trained(
+    per_sample: Float64[Tensor, " samples"], batch: RolloutBatch, trained: Trained
+) -> Float32[Tensor, " tokens"]:
+    """A sample's value at its trained tokens, 0 at all others."""
+    values = torch.where(trained.count > 0, per_sample, 0.0).to(torch.float32)
+    return spread(values, batch.cu_seqlens).mul_(trained.mask)

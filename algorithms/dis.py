@@ -1,27 +1,29 @@
 """REINFORCE with double-sided importance sampling (GLM-5, arXiv 2602.15763 §4.1 Eq. 3–5), for asynchronous RL.
 
     r_t = exp(log π_θ(y_t) − log π_inf(y_t))
-    f(r) = r  if 1−ε_low < r < 1+ε_high  else 0                    strict on both sides
-    Â_i = R_i − mean R                                            over the valid rollouts of the prompt
-    L = −Σ_t m_t · sg[f(r_t)] · Â_i · log π_θ(y_t) / Σ_t m_t       tokens that f zeroes count in the denominator
+    f(r) = r  if 1−ε_low < r < 1+ε_high  else 0                   strict on both sides
+    Â_i = R_i − mean R                                           over the valid rollouts of the prompt
+    L = −Σ_t m_t · sg[f(r_t)] · Â_i · log π_θ(y_t) / Σ_t m_t      tokens that f zeroes count in the denominator
 
 Needs nothing beside the rollout: π_inf is the only behaviour policy.
 """
 
 from __future__ import annotations
 
-import torch
 from pydantic import Field
 
 from algorithms.aggregation import Aggregation
 from algorithms.group import GroupAlgorithm, GroupConfig
-from algorithms.metrics import Mean
-from algorithms.types import LossInputs, LossOutput
+from algorithms.ratios import double_sided
+from algorithms.tokens import TokenLoss
+from algorithms.types import LossInputs
 
 
 class Config(GroupConfig):
     normalize_std: bool = False
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    filter_zero_variance: bool = False
+    """Such a group trains nothing, but asynchronous batches are not held up for another (default, ours)."""
     mask_truncated: bool = False
     """(default, ours: the paper is silent.)"""
     epsilon_low: float = Field(0.3, gt=0, le=1)
@@ -31,21 +33,8 @@ class Config(GroupConfig):
 
 
 class DIS(GroupAlgorithm[Config]):
-    def loss(self, inputs: LossInputs) -> LossOutput:
-        ratio = torch.exp(inputs.logprobs.detach() - inputs.rollout_logprobs)
-        below = ratio <= 1 - self.config.epsilon_low
-        above = ratio >= 1 + self.config.epsilon_high
-        f = torch.where(below | above, 0.0, ratio)
-        trained = inputs.weights != 0
-        loss = (inputs.weights * torch.where(trained, -f * inputs.advantages * inputs.logprobs, 0.0)).sum()
-        count = float(trained.sum())
-        return LossOutput(
-            loss,
-            {
-                "dis/masked_low": Mean(float((below & trained).sum()), count),
-                "dis/masked_high": Mean(float((above & trained).sum()), count),
-            },
-        )
+    def objective(self, t: LossInputs) -> TokenLoss:
+        return double_sided(t, self.config.epsilon_low, self.config.epsilon_high)
 
 
 def build(config: Config) -> DIS:

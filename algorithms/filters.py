@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float64, Int
 from torch import Tensor
 
 from algorithms.metrics import Metric, Sum
-from algorithms.packed import rollout_sums, sample_sums, spread
+from algorithms.packed import rollout_sums, sample_sums
 from algorithms.types import GroupDecision, GroupVerdict, RolloutBatch
 
 
@@ -52,34 +52,33 @@ class Trained:
     """The tokens that are trained on, and how many rollouts are not, by reason."""
 
     mask: Bool[Tensor, " tokens"]
-    per_sample: Float64[Tensor, " samples"]
-    """Trained tokens of each sample."""
+    """Tokens that may train, if their sample does."""
+    count: Float64[Tensor, " samples"]
+    """Trained tokens of each sample: 0 where its rollout is left out."""
     metrics: Mapping[str, Metric]
 
 
 def trained_tokens(batch: RolloutBatch, *, mask_truncated: bool, max_staleness: int | None, stale: Stale) -> Trained:
     """Action tokens of rollouts that are valid and not dropped, truncated (when masked) or stale."""
-    mask = batch.action_mask
+    mask, rollout = batch.action_mask, batch.rollout.long()
     dropped = batch.dropped
     stale_count = torch.zeros(batch.rollouts, dtype=torch.float64, device=mask.device)
-    if max_staleness is not None:
+    if max_staleness is not None and batch.current_version > max_staleness:  # else even version 0 is fresh enough
         late = stale_tokens(batch.weight_versions, mask, batch.current_version, max_staleness)
-        stale_count = rollout_sums(sample_sums(late, batch.cu_seqlens), batch.rollout, batch.rollouts)
-        if stale is Stale.MASK:
-            mask = mask & ~late
-        else:
+        stale_count = rollout_sums(sample_sums(late, batch.cu_seqlens), rollout, batch.rollouts)
+        if stale is Stale.DROP:
             dropped = dropped | (stale_count > 0)
+        elif bool(stale_count.any()):
+            mask = mask & ~late
     truncated = batch.truncated if mask_truncated else torch.zeros_like(batch.truncated)
     keep = batch.valid & ~dropped & ~truncated
-    mask = mask & spread(keep[batch.rollout], batch.cu_seqlens)
-    per_sample = sample_sums(mask, batch.cu_seqlens)
-    empty = keep & (rollout_sums(per_sample, batch.rollout, batch.rollouts) == 0)
+    count = sample_sums(mask, batch.cu_seqlens) * keep[rollout]
     reasons = {
         "environment": ~batch.valid,
         "stale": batch.valid & dropped,
         "truncated": batch.valid & ~dropped & truncated,
-        "no_action": empty,
+        "no_action": keep & (rollout_sums(count, rollout, batch.rollouts) == 0),
     }
     metrics: dict[str, Metric] = {f"dropped/{reason}": Sum(float(which.sum())) for reason, which in reasons.items()}
     metrics["dropped/stale_tokens"] = Sum(float(stale_count.sum()))
-    return Trained(mask, per_sample, metrics)
+    return Trained(mask, count, metrics)

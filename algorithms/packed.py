@@ -1,22 +1,49 @@
-"""Packed samples: sums over each sample, and values of a sample or rollout spread over its tokens."""
+"""Packed tensors: cache-sized chunks of their tokens, sums over each sample, and a sample's value at its tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
 import torch
 from jaxtyping import Float64, Int, Shaped
 from torch import Tensor
 
+CPU_CHUNK = 1 << 16
+"""Tokens worked on at a time: a dozen fp32 arrays of this length stay in a core's cache."""
+ACCELERATOR_CHUNK = 1 << 22
+BLOCK = 64
+
+
+def chunks(tokens: int, device: torch.device) -> Iterator[slice]:
+    step = CPU_CHUNK if device.type == "cpu" else ACCELERATOR_CHUNK
+    for start in range(0, tokens, step):
+        yield slice(start, min(start + step, tokens))
+
 
 def sample_sums(x: Shaped[Tensor, " tokens"], cu_seqlens: Int[Tensor, " samples+1"]) -> Float64[Tensor, " samples"]:
-    """Σ of each sample's tokens; 0 for an empty sample."""
-    prefix = torch.zeros(len(x) + 1, dtype=torch.float64, device=x.device)
-    torch.cumsum(x, 0, dtype=torch.float64, out=prefix[1:])
-    return prefix[cu_seqlens.long()].diff()
+    """Σ of each sample's tokens; 0 for an empty sample.
+
+    One pass: sums of blocks in the tokens' own type, their running total in float64, and at each sample's edges the
+    part of a block that lies before it.
+    """
+    if x.dtype == torch.bool:
+        x = x.view(torch.uint8)  # a block's count fits a byte; summing bool as such is ten times slower
+    blocks = x[: len(x) // BLOCK * BLOCK].view(-1, BLOCK).sum(1, dtype=x.dtype)
+    before_block = torch.cat([torch.zeros(1, device=x.device), blocks]).cumsum(0, dtype=torch.float64)
+    edge = cu_seqlens.to(x.device, torch.int64)
+    block = edge // BLOCK
+    inside = block[:, None] * BLOCK + torch.arange(BLOCK, device=x.device)
+    within = x[inside.clamp(max=max(len(x) - 1, 0))] if len(x) else x.new_zeros(inside.shape)
+    return (before_block[block] + (within * (inside < edge[:, None])).sum(1, dtype=torch.float64)).diff()
 
 
 def spread(x: Shaped[Tensor, " samples"], cu_seqlens: Int[Tensor, " samples+1"]) -> Shaped[Tensor, " tokens"]:
     """Each sample's value at each of its tokens."""
-    return torch.repeat_interleave(x, cu_seqlens.diff().to(x.device))
+    lengths = cu_seqlens.diff()
+    if x.device.type == "cpu":  # ten times faster than torch.repeat_interleave, which makes an index first
+        return torch.from_numpy(np.repeat(x.numpy(), lengths.numpy()))
+    return torch.repeat_interleave(x, lengths.to(x.device))
 
 
 def rollout_sums(

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
+from algorithms.aggregation import spread_over_trained
 from algorithms.filters import Stale, trained_tokens
-from algorithms.metrics import Mean
-from algorithms.packed import spread
+from algorithms.tokens import TokenLoss, token_loss
 from algorithms.types import Algorithm, AlgorithmConfig, LossInputs, LossOutput, RolloutBatch, Targets
 
 
@@ -26,20 +26,21 @@ class SFT(Algorithm):
 
     def prepare(self, batch: RolloutBatch) -> Targets:
         trained = trained_tokens(batch, mask_truncated=False, max_staleness=None, stale=Stale.DROP)
-        weight = batch.reward if self.config.weight_by_reward else torch.ones_like(batch.reward)
+        weight = (batch.reward if self.config.weight_by_reward else torch.ones_like(batch.reward))[batch.rollout.long()]
+        weight = torch.where(trained.count > 0, weight, 0.0)
         if bool((weight < 0).any()):
             raise ValueError("algorithm.weight_by_reward: a sample has a negative reward, it cannot be its weight")
-        per_sample = weight[batch.rollout.long()]
-        total = (per_sample * trained.per_sample).sum()
-        weights = spread((per_sample / torch.where(total > 0, total, 1.0)).float(), batch.cu_seqlens) * trained.mask
+        total = (weight * trained.count).sum()
+        weights = spread_over_trained(weight / torch.where(total > 0, total, 1.0), batch, trained)
         return Targets(torch.ones_like(weights), weights, metrics=trained.metrics)
 
     def loss(self, inputs: LossInputs) -> LossOutput:
-        trained = inputs.weights != 0
-        nll = torch.where(trained, -inputs.logprobs, 0.0)
-        return LossOutput(
-            (inputs.weights * nll).sum(), {"sft/nll": Mean(float(nll.detach().sum()), float(trained.sum()))}
-        )
+        return token_loss(_objective, inputs, mismatch=False)
+
+
+def _objective(t: LossInputs) -> TokenLoss:
+    nll = -t.logprobs
+    return TokenLoss(nll, torch.full_like(nll, -1.0), lambda: {"sft/nll": nll})
 
 
 def build(config: Config) -> SFT:

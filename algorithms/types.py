@@ -32,6 +32,8 @@ class Need(StrEnum):
     REF_LOGPROBS = "ref_logprobs"  # a frozen reference policy, for a KL term
     VALUES = "values"
     TEACHER_LOGPROBS = "teacher_logprobs"
+    LOGITS = "logits"  # the policy's own, in ``LossInputs``, with gradient
+    TEACHER_VIEWS = "teacher_views"  # the teachers' distributions over (a part of) the vocabulary, in ``LossInputs``
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,23 @@ class Targets:
 
 
 @dataclass(frozen=True)
+class TeacherView:
+    """What one teacher says of the next token, at every token of a micro-batch."""
+
+    logprobs: Float32[Tensor, "tokens k"]
+    """log π_T at the sampling temperature."""
+    weight: Float32[Tensor, " tokens"]
+    """Its share in the mix; 0 where the prompt is not its own. A token's shares are normalised by their sum."""
+    token_ids: Int[Tensor, "tokens k"] | None = None
+    """The teacher's k most likely tokens; None where ``logprobs`` covers the whole vocabulary in order."""
+
+
+@dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch of whole samples. ``logprobs`` carries the gradient, all else is constant."""
+    """One micro-batch of whole samples. ``logprobs`` (and ``logits``) carry the gradient, all else is constant.
+
+    Every value is finite, also off the action mask.
+    """
 
     cu_seqlens: Int[Tensor, " samples+1"]
     logprobs: Float32[Tensor, " tokens"]
@@ -106,6 +123,24 @@ class LossInputs:
     old_logprobs: Float32[Tensor, " tokens"] | None = None
     ref_logprobs: Float32[Tensor, " tokens"] | None = None
     teacher_logprobs: Float32[Tensor, " tokens"] | None = None
+    logits: Float[Tensor, "tokens vocab"] | None = None
+    """Divided by the temperature; row t predicts token t."""
+    teacher_views: Sequence[TeacherView] = ()
+    sequence_log_ratio: Float32[Tensor, " tokens"] | None = None
+    """Filled in by an algorithm whose ratio is a sequence's, not by the trainer."""
+    observe: bool = True
+    """False leaves out the metrics, which cost more than the loss."""
+
+
+@dataclass(frozen=True)
+class ValueInputs:
+    """One micro-batch for a value model. ``values`` carries the gradient."""
+
+    values: Float32[Tensor, " tokens"]
+    old_values: Float32[Tensor, " tokens"]
+    """Those that ``prepare`` was given."""
+    returns: Float32[Tensor, " tokens"]
+    weights: Float32[Tensor, " tokens"]
 
 
 @dataclass(frozen=True)
@@ -132,7 +167,7 @@ class GroupDecision:
 class AlgorithmConfig(BaseModel):
     """Base of every algorithm's options: frozen, unknown keys refused by name."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Algorithm(ABC):
@@ -149,6 +184,9 @@ class Algorithm(ABC):
 
     @abstractmethod
     def loss(self, inputs: LossInputs) -> LossOutput: ...
+
+    def value_loss(self, inputs: ValueInputs) -> LossOutput:
+        raise NotImplementedError(f"{type(self).__name__} trains no value model")
 
     def decide_group(self, rewards: Float64[Tensor, " rollouts"], valid: Bool[Tensor, " rollouts"]) -> GroupDecision:
         """What becomes of one prompt's finished rollouts; an algorithm without groups keeps every one that is valid."""

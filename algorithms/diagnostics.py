@@ -1,0 +1,82 @@
+"""How far the trainer's policy is from the one that sampled, token by token, and what an objective made of it.
+
+With d = log π_θ − log π_inf and r = e^d over the trained tokens: ``ratio/p01``…``p99`` and ``ratio/max`` of r,
+``ratio/effective_share`` (Σr)²/(nΣr²), and two estimates of KL(π_inf‖π_θ): ``kl/rollout_k1`` mean(−d), unbiased, and
+``kl/rollout_k3`` mean(r − 1 − d), never negative. An objective adds its own shares and means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float32, Int64, Shaped
+from torch import Tensor
+
+from algorithms.metrics import (
+    BINS_PER_E_FOLD,
+    LOG_RATIO_BINS,
+    LOG_RATIO_UNIT,
+    EffectiveShare,
+    LogRatioQuantile,
+    Max,
+    Mean,
+    Metric,
+)
+from algorithms.types import LossInputs
+
+QUANTILES = (0.01, 0.5, 0.99)
+
+
+def log_ratio_histogram(d: Float32[Tensor, " tokens"]) -> Int64[Tensor, " bins"]:
+    middle = LOG_RATIO_BINS // 2
+    scaled = torch.copysign((d.abs() / LOG_RATIO_UNIT).log1p() * BINS_PER_E_FOLD, d).round()
+    return torch.bincount((scaled.long() + middle).clamp(0, LOG_RATIO_BINS - 1), minlength=LOG_RATIO_BINS)
+
+
+class Tally:
+    """Sums over the chunks of a micro-batch, brought to the host once."""
+
+    def __init__(self, mismatch: bool = True) -> None:
+        self._mismatch = mismatch
+        self._sums: dict[str, list[Tensor]] = {}
+        self._largest: list[Tensor] = []
+        self._histograms: list[Tensor] = []
+
+    def add(self, chunk: LossInputs, marks: Mapping[str, Shaped[Tensor, " tokens"]]) -> None:
+        """``marks`` are of the objective: a mean of each over the trained tokens is logged (of bool, the share)."""
+        trained = chunk.weights != 0
+        self._add("count", trained.sum())
+        if chunk.entropy is not None:
+            self._add("entropy", chunk.entropy.detach()[trained].sum())
+        for name, mark in marks.items():
+            self._add(name, mark[trained].sum())
+        if self._mismatch:
+            self._add_mismatch((chunk.logprobs.detach() - chunk.rollout_logprobs)[trained].clamp(-20, 20))
+
+    def metrics(self) -> dict[str, Metric]:
+        if not self._sums:
+            return {}
+        totals = torch.stack([torch.stack(parts).sum() for parts in self._sums.values()]).tolist()
+        sums = dict(zip(self._sums, totals, strict=True))
+        count, r, r2 = sums.pop("count"), sums.pop("r", 0.0), sums.pop("r2", 0.0)
+        metrics: dict[str, Metric] = {name: Mean(total, count) for name, total in sums.items()}
+        if self._mismatch:
+            metrics["ratio/effective_share"] = EffectiveShare(count, r, r2)
+            metrics["ratio/max"] = Max(float(torch.stack(self._largest).max()) if self._largest else None)
+            counts = tuple(torch.stack(self._histograms).sum(0).tolist())
+            metrics |= {f"ratio/p{round(100 * q):02d}": LogRatioQuantile(q, counts) for q in QUANTILES}
+        return metrics
+
+    def _add_mismatch(self, d: Float32[Tensor, " trained"]) -> None:
+        r = d.exp()
+        self._add("kl/rollout_k1", -d.sum())
+        self._add("kl/rollout_k3", (r - 1 - d).sum())
+        self._add("r", r.sum())
+        self._add("r2", r.square().sum())
+        self._histograms.append(log_ratio_histogram(d))
+        if len(r):
+            self._largest.append(r.max())
+
+    def _add(self, name: str, total: Tensor) -> None:
+        self._sums.setdefault(name, []).append(total.double())

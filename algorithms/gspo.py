@@ -1,0 +1,50 @@
+"""GSPO (arXiv 2507.18071 Eq. 5–7): one ratio and one clip for a whole sequence.
+
+    s_i = ( π_θ(y_i) / π_old(y_i) )^(1/|y_i|) = exp( 1/|y_i| Σ_t log π_θ(y_t)/π_old(y_t) )
+    L = −E[ 1/G Σ_i min(s_i Â_i, clip(s_i, 1−ε_low, 1+ε_high) Â_i) ]
+
+Needs the log-probs of the trainer's policy at the start of the update (π_old). A sequence is a sample: a rollout that
+its harness forked has one ratio for each of its samples. pop(ρ_t), §IcePop, corrects for the engine's mismatch (ours:
+the paper has none; ``beta: null`` leaves it out).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pydantic import Field
+
+from algorithms.group import GroupAlgorithm
+from algorithms.icepop import IcePopConfig, pop
+from algorithms.packed import sample_sums, spread
+from algorithms.ratios import clipped
+from algorithms.tokens import TokenLoss, needed
+from algorithms.types import LossInputs, LossOutput, Need
+
+
+class Config(IcePopConfig):
+    epsilon_low: float = Field(3e-4, ge=0, le=1)
+    """ε_low (§5.1)."""
+    epsilon_high: float = Field(4e-4, ge=0)
+    """ε_high (§5.1)."""
+
+
+class GSPO(GroupAlgorithm[Config]):
+    needs = frozenset({Need.OLD_LOGPROBS})
+
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        trained = inputs.weights != 0
+        log_ratio = (inputs.logprobs.detach() - needed(Need.OLD_LOGPROBS, inputs.old_logprobs)) * trained
+        length = sample_sums(trained, inputs.cu_seqlens).clamp(min=1)
+        log_s = (sample_sums(log_ratio, inputs.cu_seqlens) / length).to(log_ratio.dtype)
+        return super().loss(dataclasses.replace(inputs, sequence_log_ratio=spread(log_s, inputs.cu_seqlens)))
+
+    def objective(self, t: LossInputs) -> TokenLoss:
+        # Each token carries its sequence's s_i. The slope of s_i in one token's log-prob is s_i/|y_i|: the weights have
+        # the 1/|y_i|.
+        s = needed("sequence_log_ratio", t.sequence_log_ratio).exp()
+        return pop(t, clipped(s, t.advantages, self.config.epsilon_low, self.config.epsilon_high), self.config)
+
+
+def build(config: Config) -> GSPO:
+    return GSPO(config)
