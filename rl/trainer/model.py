@@ -22,7 +22,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rl.trainer.layers import PackedRotaryEmbedding, layer_spec
-from rl.trainer.packing import Layout
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -167,11 +166,6 @@ class PolicyModel(GPTModel):
         rank = parallel_state.get_tensor_model_parallel_rank()
         self.vocab_rows = min(per_rank, hf.vocab_size - rank * per_rank)
         """Rows of this rank's embedding that are tokens; the rest pads the vocabulary to a multiple of the ranks."""
-
-    def run(self, layout: Layout) -> Float[Tensor, "local 1 hidden"]:
-        """Hidden states of this stage, after the final norm on the last one; under sequence parallelism, of this
-        rank's part of the tokens."""
-        return self(layout.token_ids, None, None, packed_seq_params=layout.packing)
 
     def output_weight(self) -> Float[Tensor, "vocab_part hidden"]:
         """This rank's rows of the output projection, without those that pad the vocabulary."""

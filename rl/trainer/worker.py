@@ -142,6 +142,7 @@ class TrainerWorker:
             ValueError: the batch is malformed, or has no token to train on.
         """
         loaded, watch = self.loaded, Stopwatch()
+        name = f"update {loaded.steps + 1} of weights version {current_version}"
         lr = learning_rate(loaded.schedule, loaded.steps, loaded.total_steps)
         with watch.phase("batch"):
             batch = build_batch(trajectories, current_version, dropped)
@@ -151,17 +152,12 @@ class TrainerWorker:
             targets = algorithm.prepare(batch.rollout)
             trained = _samples_with(targets.weights != 0, batch)
             if not trained:
-                raise ValueError(
-                    f"update {loaded.steps + 1}: none of {batch.rollout.samples} samples has a trained token"
-                )
+                raise ValueError(f"{name}: none of {batch.rollout.samples} samples has a trained token")
             micro_batches, tokens = self._plan(batch, trained)
         with watch.phase("passes"):
             report = self._passes(batch, targets, micro_batches, algorithm)
-        loss = _pop(report, LOSS)
-        facts = (
-            f"update {loaded.steps + 1} of weights version {current_version}: loss {loss}, lr {lr}, "
-            f"{len(trained)} samples, {tokens} tokens"
-        )
+        loss, gap_max, gap_mean = (_pop(report, name) for name in (LOSS, GAP_MAX, GAP_MEAN))
+        facts = f"{name}: loss {loss}, lr {lr}, {len(trained)} samples, {tokens} tokens"
         if loss is None or not math.isfinite(loss):
             raise NonFiniteUpdateError(facts)
         with watch.phase("optimizer"):
@@ -173,8 +169,8 @@ class TrainerWorker:
         return UpdateResult(
             step=loaded.steps,
             loss=loss,
-            logprob_gap_max=_pop(report, GAP_MAX),
-            logprob_gap_mean=_pop(report, GAP_MEAN),
+            logprob_gap_max=gap_max,
+            logprob_gap_mean=gap_mean,
             metrics=merge_metrics([targets.metrics, report]),
             grad_norm=grad_norm,
             lr=lr,
