@@ -16,13 +16,13 @@ def start_ray(config: ClusterConfig, stack: AsyncExitStack) -> None:
     Called from the main thread: the processes of a local Ray end with the thread that started them.
     """
     if config.address is not None:
-        ray.init(address=config.address, log_to_driver=False, logging_level=logging.WARNING)
+        ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
     else:
         ray.init(
             num_cpus=config.cpus,
             include_dashboard=False,
             log_to_driver=False,
-            logging_level=logging.WARNING,
+            logging_level=logging.ERROR,
             object_store_memory=config.object_store_bytes,
         )
     stack.callback(ray.shutdown)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from algorithms import registry as algorithms
 from algorithms.metrics import metric_values
 from rl.demonstrations import demonstration_batches
 from rl.figures import readable_samples, rollout_figures
 from rl.ledger import Ledger
-from rl.parts import Parts, Rewards, Totals
+from rl.parts import Parts, Rewards
 from rl.trainer.result import UpdateResult
 from rollout.orchestrator import Batch, Orchestrator
 from rollout.prompts import PromptStream
@@ -34,7 +32,7 @@ async def sft_loop(parts: Parts) -> None:
     for step in range(1, config.sft.steps + 1):
         started = time.perf_counter()
         with parts.stopwatch.phase("sft"):
-            result = await parts.trainer.update(next(batches), 0, algorithm)
+            result = await parts.trainer.update(next(batches), step, algorithm)
         parts.tracker.log("sft", step, _update_figures(result) | {"seconds/step": time.perf_counter() - started})
 
 
@@ -130,7 +128,8 @@ def _log_step(
     totals.staleness_max = max(totals.staleness_max, int(figures.get("staleness_max", 0)))
     for name, value in metric_values(result.metrics).items():
         if name.startswith("dropped/"):
-            totals.dropped_rollouts[name.removeprefix("dropped/")] += int(value)
+            reason = name.removeprefix("dropped/")
+            totals.dropped_rollouts[reason] = totals.dropped_rollouts.get(reason, 0) + int(value)
 
 
 def _update_figures(result: UpdateResult) -> dict[str, float]:
@@ -160,11 +159,6 @@ async def _save_checkpoint(parts: Parts, orchestrator: Orchestrator, step: int, 
         }
         await parts.trainer.save_checkpoint(folder.checkpoint(step), state)
         folder.prune_checkpoints(parts.plan.config.checkpoint.keep)
-
-
-def restore_totals(state: dict[str, Any]) -> Totals:
-    values = dict(state["totals"])
-    return Totals(**(values | {"dropped_rollouts": Counter(values["dropped_rollouts"])}))
 
 
 async def replay_loop(parts: Parts, source: Path) -> None:

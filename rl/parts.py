@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +27,7 @@ class Totals:
 
     logprob_gap_max: float | None = None
     staleness_max: int = 0
-    dropped_rollouts: Counter[str] = field(default_factory=Counter)
+    dropped_rollouts: dict[str, int] = field(default_factory=dict)
     publish_seconds_max: float = 0.0
 
 

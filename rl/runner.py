@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,11 +11,13 @@ from typing import Any
 
 from rich.console import Console
 from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from rl.cluster import start_ray
 from rl.config import RunConfig
 from rl.fresh_model import create_model
-from rl.loop import build_orchestrator, replay_loop, restore_totals, rl_loop, sft_loop
+from rl.ledger import count_dropped, read_fates
+from rl.loop import build_orchestrator, replay_loop, rl_loop, sft_loop
 from rl.parts import Parts, Rewards, Totals
 from rl.plot import plot_rewards
 from rl.preflight import Plan
@@ -28,7 +29,7 @@ from rollout.chat import ChatRenderer
 from rollout.processes import ProcessRegistry
 from rollout.scheduler import SchedulerState
 
-log = logging.getLogger(__name__)
+transformers_logging.disable_progress_bar()  # its bars would break up ours
 
 
 async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
@@ -62,7 +63,7 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
             trainer = await TrainerGroup.start(config.trainer)
             stack.push_async_callback(trainer.close)
             await trainer.load_model(model_dir)
-        totals = restore_totals(resumed) if resumed else Totals()
+        totals = Totals(**resumed["totals"]) if resumed else Totals()
         parts = Parts(plan, tracker, stopwatch, trainer, renderer, console.print, totals)
         await _initial_sft(parts, model_dir)
         if serving is not None:
@@ -168,9 +169,8 @@ def _summary(
         turns += resumed["turns"]
         for phase, spent in resumed["seconds_by_phase"].items():
             seconds[phase] = seconds.get(phase, 0.0) + spent
-    dropped: dict[str, int] = {}
-    if parts.serving is not None and config.stage != "sft":
-        dropped = _dropped(parts)
+    ledger = parts.plan.folder.ledger
+    dropped = count_dropped(read_fates(ledger).values()) if ledger.exists() else {}
     return {
         "stage": config.stage,
         "run_id": run_id,
@@ -183,17 +183,11 @@ def _summary(
         "logprob_gap_max": totals.logprob_gap_max,
         "staleness_max": totals.staleness_max,
         "dropped": dropped,
-        "dropped_rollouts": dict(totals.dropped_rollouts),
+        "dropped_rollouts": totals.dropped_rollouts,
         "turns": turns,
         "publish_seconds_max": totals.publish_seconds_max,
         "model": str(parts.plan.folder.final_model),
     }
-
-
-def _dropped(parts: Parts) -> dict[str, int]:
-    from rl.ledger import count_dropped, read_fates
-
-    return count_dropped(read_fates(parts.plan.folder.ledger).values())
 
 
 def prepare_config(config: RunConfig) -> RunConfig:

@@ -92,6 +92,7 @@ class ConsoleTracker:
             TextColumn("{task.fields[figures]}"),
             console=console,
             refresh_per_second=2,
+            disable=not console.is_terminal,  # a file gets a line now and then instead
         )
         self._bars: dict[str, TaskID] = {}
         self._progress.start()
@@ -103,13 +104,15 @@ class ConsoleTracker:
             if name in figures
         )
         if phase not in self.totals:
-            self.console.print(f"{phase} after step {step}: " + "  ".join(f"{k} {v:.3f}" for k, v in figures.items()))
+            self.console.print(
+                f"{phase} after step {step}: " + "  ".join(f"{k} {v:.3f}" for k, v in figures.items()), soft_wrap=True
+            )
             return
         if phase not in self._bars:
             self._bars[phase] = self._progress.add_task(phase, total=self.totals[phase], figures="")
         self._progress.update(self._bars[phase], completed=step, figures=text)
         if not self.console.is_terminal and (step % 5 == 0 or step == self.totals[phase] or step == 1):
-            self.console.print(f"{phase} {step}/{self.totals[phase]}  {text}")
+            self.console.print(f"{phase} {step}/{self.totals[phase]}  {text}", soft_wrap=True)
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
         """Not shown: see the tracker's table or the trajectory files."""
