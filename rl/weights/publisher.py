@@ -1,6 +1,6 @@
 """Publishing weights: version v is on all engines or on none, and no token of another version is sampled meanwhile.
 
-    check -> pause all -> load into all -> flush all -> every engine says v -> resume all
+    check -> pause all -> load into all -> every engine says v -> resume all
                |             | failed `attempts` times
                |             '-> load the fallback into all -> resume all, raise (none has v)
                |                             | failed, or no fallback
@@ -8,7 +8,7 @@
                '-> resume all, raise (nothing was touched)
 
 Requests in flight are retracted, not ended: after the resume they are prefilled again by the new weights and go on, so
-that every token is sampled by the weights its version says. Flushing drops the old weights' prefixes.
+that every token is sampled by the weights its version says. Loading drops the prefixes cached by the old weights.
 """
 
 from __future__ import annotations
@@ -94,12 +94,11 @@ async def publish(
 
 
 async def _load(engines: Sequence[WeightTarget], transport: Transport, version: int, attempts: int) -> int:
-    """Load, flush and verify; returns the number of attempts it took."""
+    """Load and verify; returns the number of attempts it took."""
     failures: list[EngineError] = []
     for attempt in range(1, attempts + 1):
         try:
             await transport.load(engines, version)
-            await on_all(engines, lambda engine: engine.flush())
             await on_all(engines, lambda engine: _verify(engine, version))
         except EngineError as error:
             failures.append(error)

@@ -25,8 +25,6 @@ class WeightTarget(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def flush(self) -> None: ...
-
     async def weight_version(self) -> int: ...
 
     async def begin_weight_update(self) -> None: ...
@@ -51,7 +49,8 @@ class Transport(Protocol):
         ...
 
     async def load(self, engines: Sequence[WeightTarget], version: int) -> None:
-        """Load them into paused engines, all at once. May be called again after it failed.
+        """Load them into paused engines, all at once, and drop their cached prefixes. May be called again after it
+        failed.
 
         Raises:
             EngineError: naming every engine that failed.

@@ -123,7 +123,7 @@ class EngineFleet:
             with self._router.request(index):
                 return await self._servers[index].engine.generate(token_ids, sampling, request_id)
         finally:
-            del self._requests[request_id]
+            self._requests.pop(request_id, None)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; ids that are not in flight are ignored."""

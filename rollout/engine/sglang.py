@@ -119,7 +119,8 @@ class SGLangEngine:
         self._paused = False
 
     async def flush(self) -> None:
-        """Forget all cached prefixes. SGLang refuses it while requests run; retracted ones do not count."""
+        """Forget all cached prefixes, and free the device's cached memory (0.5 s: an update flushes by itself, without
+        that). SGLang refuses it while requests run; retracted ones do not count."""
         await self._control("/flush_cache", {})
 
     async def health(self) -> bool:
@@ -162,16 +163,15 @@ class SGLangEngine:
 
         Args:
             payloads: base64 of SGLang's serialised named tensors, one for each tensor-parallel rank.
-            version: the weights' version, with the last bucket; None before.
+            version: the weights' version, with the last bucket, after which all cached prefixes are forgotten; None
+                before.
         """
-        body = {"serialized_named_tensors": list(payloads), "flush_cache": False}
+        body = {"serialized_named_tensors": list(payloads), "flush_cache": version is not None}
         await self._control("/update_weights_from_tensor", body | _version_field(version))
 
     async def update_weights_from_disk(self, directory: str, version: int) -> None:
-        """Load an HF directory that the server can read. No begin or end around it."""
-        await self._control(
-            "/update_weights_from_disk", {"model_path": directory, "flush_cache": False} | _version_field(version)
-        )
+        """Load an HF directory that the server can read, and forget all cached prefixes. No begin or end around it."""
+        await self._control("/update_weights_from_disk", {"model_path": directory} | _version_field(version))
 
     async def _answers(self, path: str) -> bool:
         try:

@@ -47,9 +47,6 @@ class ScriptedEngine:
         await self._called("resume")
         self.paused = False
 
-    async def flush(self) -> None:
-        await self._called("flush")
-
     async def weight_version(self) -> int:
         await self._called("weight_version")
         return self.version
@@ -93,10 +90,10 @@ def test_both_are_updated_between_pause_and_resume():
         assert engine.holds(1)
         assert engine.version == 1
         assert not engine.paused
-        assert engine.calls == ["pause", "begin", "update", "update", "end", "flush", "weight_version", "resume"]
+        assert engine.calls == ["pause", "begin", "update", "update", "end", "weight_version", "resume"]
 
 
-@pytest.mark.parametrize("step", ["begin", "update", "end", "flush", "weight_version"])
+@pytest.mark.parametrize("step", ["begin", "update", "end", "weight_version"])
 def test_one_refusal_costs_a_second_attempt(step):
     engines = [ScriptedEngine("one"), ScriptedEngine("two", **{step: 1})]
     assert run(engines).attempts == 2
@@ -107,7 +104,7 @@ def test_one_refusal_costs_a_second_attempt(step):
         assert not engine.updating
 
 
-@pytest.mark.parametrize("step", ["begin", "update", "end", "flush", "weight_version"])
+@pytest.mark.parametrize("step", ["begin", "update", "end", "weight_version"])
 def test_lasting_refusal_puts_all_back(step):
     engines = [ScriptedEngine("one"), ScriptedEngine("two", **{step: 2})]
     with pytest.raises(PublishError, match=f"two refused {step}.*back at version 0") as error:
