@@ -29,7 +29,7 @@ def group_advantages(
     unbiased_std: bool = True,
     std_epsilon: float = 1e-6,
 ) -> Float64[Tensor, " rollouts"]:
-    """Â_i = (R_i − mean R) [/ (std R + ε)] over the valid rollouts of i's group, copies left out; 0 if i is not valid.
+    """Â_i = (R_i − mean R) [/ (std R + ε)] over the valid rollouts of i's group, copies left out. 0 if there is none.
 
     In float64 and from deviations: E[x²]−E[x]² in float32 loses rewards that differ in the fifth digit.
     """
@@ -40,15 +40,16 @@ def group_advantages(
     largest = torch.full_like(size, -torch.inf).scatter_reduce_(
         0, group, torch.where(counts, reward, -torch.inf), "amax"
     )
-    shifted = torch.where(valid, reward - largest[group], 0.0)
+    compared = valid & (size[group] > 0)
+    shifted = torch.where(compared, reward - largest[group], 0.0)
     mean = group_sums(shifted * counts, group) / size.clamp(min=1)
-    deviation = torch.where(valid, shifted - mean[group], 0.0)
+    deviation = torch.where(compared, shifted - mean[group], 0.0)
     advantage = deviation
-    if baseline is Baseline.LEAVE_ONE_OUT:  # R_i − mean of the others = (R_i − mean)·G/(G−1)
+    if baseline == Baseline.LEAVE_ONE_OUT:  # R_i − mean of the others = (R_i − mean)·G/(G−1)
         advantage = advantage * (size / (size - 1).clamp(min=1))[group]
     if normalize_std:
         squares = group_sums(deviation.square() * counts, group)
-        std = (squares / (size - unbiased_std).clamp(min=1)).sqrt()
+        std = (squares / (size - int(unbiased_std)).clamp(min=1)).sqrt()
         advantage = advantage / (std + std_epsilon)[group]
     return advantage
 

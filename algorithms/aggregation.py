@@ -23,7 +23,7 @@ def token_weights(batch: RolloutBatch, trained: Trained, aggregation: Aggregatio
 
     |y_i| and G count what is trained on: the tokens of all samples of rollout i, and the rollouts with such a token.
     """
-    if aggregation is Aggregation.TOKEN_MEAN:
+    if aggregation == Aggregation.TOKEN_MEAN:
         per_sample = torch.ones_like(trained.count) / trained.count.sum().clamp(min=1)
     else:
         rollout, group = batch.rollout.long(), batch.group.long()

@@ -36,7 +36,7 @@ class CISPO(GroupAlgorithm[Config]):
         token = reinforce(
             r.clamp(low, high), t.advantages, t.logprobs, lambda: {"clip/low": r < low, "clip/high": r > high}
         )
-        return pop(t, token, self.config)
+        return pop(t, token, self.config.beta, self.config.pop_low)
 
 
 def build(config: Config) -> CISPO:

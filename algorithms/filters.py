@@ -66,7 +66,7 @@ def trained_tokens(batch: RolloutBatch, *, mask_truncated: bool, max_staleness: 
     if max_staleness is not None and batch.current_version > max_staleness:  # else even version 0 is fresh enough
         late = stale_tokens(batch.weight_versions, mask, batch.current_version, max_staleness)
         stale_count = rollout_sums(sample_sums(late, batch.cu_seqlens), rollout, batch.rollouts)
-        if stale is Stale.DROP:
+        if stale == Stale.DROP:
             dropped = dropped | (stale_count > 0)
         elif bool(stale_count.any()):
             mask = mask & ~late

@@ -33,7 +33,12 @@ class GRPO(GroupAlgorithm[Config]):
 
     def objective(self, t: LossInputs) -> TokenLoss:
         r = ratio(t.logprobs, needed(Need.OLD_LOGPROBS, t.old_logprobs))
-        return pop(t, clipped(r, t.advantages, self.config.epsilon_low, self.config.epsilon_high), self.config)
+        return pop(
+            t,
+            clipped(r, t.advantages, self.config.epsilon_low, self.config.epsilon_high),
+            self.config.beta,
+            self.config.pop_low,
+        )
 
 
 def build(config: Config) -> GRPO:

@@ -17,7 +17,7 @@ from pydantic import Field
 from algorithms.group import GroupAlgorithm
 from algorithms.icepop import IcePopConfig, pop
 from algorithms.packed import sample_sums, spread
-from algorithms.ratios import clipped
+from algorithms.ratios import MAX_LOG_RATIO, clipped
 from algorithms.tokens import TokenLoss, needed
 from algorithms.types import LossInputs, LossOutput, Need
 
@@ -42,8 +42,13 @@ class GSPO(GroupAlgorithm[Config]):
     def objective(self, t: LossInputs) -> TokenLoss:
         # Each token carries its sequence's s_i. The slope of s_i in one token's log-prob is s_i/|y_i|: the weights have
         # the 1/|y_i|.
-        s = needed("sequence_log_ratio", t.sequence_log_ratio).exp()
-        return pop(t, clipped(s, t.advantages, self.config.epsilon_low, self.config.epsilon_high), self.config)
+        s = needed("sequence_log_ratio", t.sequence_log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        return pop(
+            t,
+            clipped(s, t.advantages, self.config.epsilon_low, self.config.epsilon_high),
+            self.config.beta,
+            self.config.pop_low,
+        )
 
 
 def build(config: Config) -> GSPO:

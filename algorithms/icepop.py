@@ -29,11 +29,11 @@ class IcePopConfig(GroupConfig):
         return self
 
 
-def pop(t: LossInputs, token: TokenLoss, config: IcePopConfig) -> TokenLoss:
+def pop(t: LossInputs, token: TokenLoss, beta: float | None, low: float | None = None) -> TokenLoss:
     """pop(ρ_t) times the token's loss."""
-    if config.beta is None:
+    if beta is None:
         return token
-    beta, low = config.beta, config.pop_low or 1 / config.beta
+    low = low or 1 / beta
     rho = ratio(needed(Need.OLD_LOGPROBS, t.old_logprobs), t.rollout_logprobs)
     kept = inside(rho, low, beta)
     marks = {"icepop/masked_low": rho < low, "icepop/masked_high": rho > beta}

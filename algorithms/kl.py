@@ -33,9 +33,9 @@ def reference_kl(
     coefficient: float,
 ) -> TokenLoss:
     d = logprobs - ref_logprobs
-    if estimator is KLEstimator.K3:
+    if estimator == KLEstimator.K3:
         inverse = (-d).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
         value, slope = inverse + d - 1, 1 - inverse
     else:
-        value, slope = (d if estimator is KLEstimator.K1 else d.square() / 2), d
+        value, slope = (d if estimator == KLEstimator.K1 else d.square() / 2), d
     return TokenLoss(coefficient * value, coefficient * slope, lambda: {"kl/reference": value})

@@ -45,8 +45,24 @@ PER_TOKEN = (
 def token_loss(objective: Objective, inputs: LossInputs, *, mismatch: bool = True) -> LossOutput:
     """``mismatch`` off leaves out what compares π_θ to π_inf, for data that no engine sampled."""
     tally = Tally(mismatch) if inputs.observe else None
-    loss = _ChunkedLoss.apply(inputs.logprobs, inputs, objective, tally)
+
+    def evaluate(where: slice) -> TokenLoss:
+        chunk = _chunk(inputs, where)
+        token = objective(chunk)
+        if tally is not None:
+            tally.add(chunk, token.marks())
+        return token
+
+    loss = chunked_loss(inputs.logprobs, inputs.weights, evaluate)
     return LossOutput(loss, tally.metrics() if tally else {})
+
+
+def chunked_loss(
+    x: Float32[Tensor, " tokens"], weights: Float32[Tensor, " tokens"], evaluate: Callable[[slice], TokenLoss]
+) -> Float[Tensor, ""]:
+    """Σ_t weights[t]·ℓ_t(x[t]), whose gradient in x is weights·slope. ``evaluate`` runs without autograd."""
+    loss: Tensor = _ChunkedLoss.apply(x, weights, evaluate)
+    return loss
 
 
 def needed(name: str, x: Tensor | None) -> Tensor:
@@ -63,22 +79,17 @@ def _chunk(inputs: LossInputs, where: slice) -> LossInputs:
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logprobs: Float32[Tensor, " tokens"], inputs: LossInputs, objective: Objective, tally: Tally | None
-    ) -> Float[Tensor, ""]:
-        total = torch.zeros((), dtype=torch.float64, device=logprobs.device)
-        gradient = torch.empty_like(logprobs)
-        for where in chunks(len(logprobs), logprobs.device):
-            chunk = _chunk(inputs, where)
-            token = objective(chunk)
-            total += token.value.dot(chunk.weights)
-            torch.mul(token.slope, chunk.weights, out=gradient[where])
-            if tally is not None:
-                tally.add(chunk, token.marks())
+    def forward(ctx: Any, x: Tensor, weights: Tensor, evaluate: Callable[[slice], TokenLoss]) -> Float[Tensor, ""]:
+        total = torch.zeros((), dtype=torch.float64, device=x.device)
+        gradient = torch.empty_like(x)
+        for where in chunks(len(x), x.device):
+            token = evaluate(where)
+            total += token.value.dot(weights[where])
+            torch.mul(token.slope, weights[where], out=gradient[where])
         ctx.save_for_backward(gradient)
-        return total.to(logprobs.dtype)
+        return total.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Float[Tensor, ""]) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_loss: Float[Tensor, ""]) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss, None, None, None
+        return gradient * grad_loss, None, None

@@ -1,0 +1,98 @@
+"""Every objective on random ragged batches against loops in float64: values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from algorithms import advantages as advantages_module
+from algorithms import gae, packed, registry
+from tests.algorithms import reference
+from tests.algorithms.batches import LAYOUTS, SEEDS, make_case, run
+
+OPTIONS = [
+    ("grpo", {"group_size": 2}),
+    ("grpo", {"normalize_std": False, "baseline": "leave_one_out", "beta": 1.3, "kl_coefficient": 0.1}),
+    ("grpo", {"unbiased_std": False, "aggregation": "token_mean", "beta": None, "mask_truncated": False}),
+    ("grpo", {"stale": "mask", "max_staleness": 1, "kl_coefficient": 0.2, "kl_estimator": "k1"}),
+    ("dis", {}),
+    ("dis", {"epsilon_low": 0.2, "epsilon_high": 0.3, "stale": "mask", "max_staleness": 0}),
+    ("dis", {"aggregation": "sequence_mean", "max_staleness": 2, "kl_coefficient": 0.2, "kl_estimator": "k2"}),
+    ("gspo", {"epsilon_low": 0.1, "epsilon_high": 0.1}),
+    ("gspo", {"beta": None, "stale": "mask", "max_staleness": 1}),
+    ("cispo", {"epsilon_low": 0.2, "epsilon_high": 0.2}),
+    ("cispo", {"beta": None}),
+    ("sao", {}),
+    ("sao", {"gamma": 0.9, "lambda_policy": 0.8, "lambda_critic": 0.7, "epsilon_low": 0.8, "stale": "mask"}),
+    ("opd", {}),
+    ("opd", {"correction": "clipped", "coefficient": 0.5}),
+    ("opd", {"group_size": 4, "outcome_coefficient": 0.3}),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_chunks():
+    """A small batch then spans several chunks, tiles and columns."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "CPU_CHUNK", 16)
+        patch.setattr(packed, "BLOCK", 4)
+        patch.setattr(gae, "ROWS", 4)
+        patch.setattr(gae, "COLUMNS", 2)
+        yield
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=[f"{n}-{i}" for i, (n, _) in enumerate(OPTIONS)])
+@settings(max_examples=25, deadline=None)
+@given(layout=LAYOUTS, seed=SEEDS)
+def test_loss_and_gradient(name, options, layout, seed):
+    case = make_case(layout, seed)
+    algorithm = registry.build(name, options)
+    got, gradient, _, targets = run(algorithm, case)
+    logprobs = case.logprobs.double().requires_grad_()
+    expected = reference.loss(name, algorithm.config, case.batch, logprobs)
+    (expected_gradient,) = torch.autograd.grad(expected + 0 * logprobs.sum(), logprobs)
+    torch.testing.assert_close(got.double(), expected.detach(), rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=2e-5, atol=2e-6)
+    assert (targets.weights[~case.batch.action_mask] == 0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(layout=LAYOUTS, seed=SEEDS, gamma=st.floats(0.5, 1), lam=st.floats(0, 1) | st.none(), critic=st.floats(0, 1))
+def test_sao_advantages_and_returns(layout, seed, gamma, lam, critic):
+    case = make_case(layout, seed)
+    algorithm = registry.build("sao", {"gamma": gamma, "lambda_policy": lam, "lambda_critic": critic})
+    targets = algorithm.prepare(case.batch)
+    advantage, returns = reference.sao_advantages(case.batch, algorithm.config)
+    for t, expected in advantage.items():
+        assert float(targets.advantages[t]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert float(targets.returns[t]) == pytest.approx(returns[t], rel=1e-5, abs=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layout=LAYOUTS, seed=SEEDS)
+def test_sample_sums(layout, seed):
+    batch = make_case(layout, seed).batch
+    for x in (batch.action_mask, batch.values):
+        expected = [float(x[a:b].double().sum()) for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
+        got = packed.sample_sums(x, batch.cu_seqlens)
+        torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(0, 70), seed=SEEDS)
+def test_reverse_scan(n, seed):
+    rng = torch.Generator().manual_seed(seed)
+    x, decay = torch.randn(n, generator=rng), torch.rand(n, generator=rng, dtype=torch.float64)
+    decay[torch.rand(n, generator=rng) < 0.2] = 0
+    expected, y = [], 0.0
+    for value, factor in zip(reversed(x.tolist()), reversed(decay.tolist()), strict=True):
+        y = value + factor * y
+        expected.append(y)
+    torch.testing.assert_close(gae.reverse_scan(x, decay), torch.tensor(expected[::-1]), rtol=1e-6, atol=1e-6)
+
+
+def test_overlong_penalty():
+    length = torch.tensor([0, 80, 90, 100, 130], dtype=torch.float64)
+    assert advantages_module.overlong_penalty(length, max_length=100, buffer=20).tolist() == [0, 0, -0.5, -1, -1]
