@@ -9,7 +9,6 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from rl.fresh_model import FreshModel
 from rl.trainer.config import OptimizerConfig, TrainerConfig
 from rollout.engine.config import EngineConfig
 
@@ -23,6 +22,20 @@ class ConfigError(ValueError):
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FreshModel(Section):
+    """Shape of a small model with random weights (``rl.fresh_model`` makes it)."""
+
+    hidden_size: int = Field(64, gt=0)
+    intermediate_size: int = Field(168, gt=0)
+    layers: int = Field(2, gt=0)
+    heads: int = Field(4, gt=0)
+    kv_heads: int = Field(4, gt=0)
+    head_dim: int = Field(16, gt=0)
+    context_length: int = Field(256, gt=0)
+    rope_theta: float = Field(10_000.0, gt=0)
+    initializer_range: float = Field(0.02, gt=0)
 
 
 class ModelConfig(Section):

@@ -6,9 +6,10 @@ import string
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rl.config import FreshModel
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<user>", "<tool>", "<assistant>", "<system>")
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
@@ -19,22 +20,6 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<assistant>' }}{%- endif -%}"
 )
-
-
-class FreshModel(BaseModel):
-    """Shape of a model with random weights."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    hidden_size: int = Field(64, gt=0)
-    intermediate_size: int = Field(168, gt=0)
-    layers: int = Field(2, gt=0)
-    heads: int = Field(4, gt=0)
-    kv_heads: int = Field(4, gt=0)
-    head_dim: int = Field(16, gt=0)
-    context_length: int = Field(256, gt=0)
-    rope_theta: float = Field(10_000.0, gt=0)
-    initializer_range: float = Field(0.02, gt=0)
 
 
 def character_tokenizer(context_length: int) -> PreTrainedTokenizerFast:

@@ -89,8 +89,11 @@ async def rl_loop(parts: Parts, orchestrator: Orchestrator, first_step: int, rew
             if config.rollout.save_trajectories:
                 path = folder.trajectories(step)
                 await asyncio.to_thread(save_trajectories, path, batch.trajectories, batch.stale, step - 1)
+            probed_gap = await _probe(parts, batch, step - 1)
             with stopwatch.phase("train"):
                 result = await parts.trainer.update(batch.trajectories, step - 1, parts.plan.algorithm)
+            if probed_gap is not None:
+                result = dataclasses.replace(result, logprob_gap_max=probed_gap)
             orchestrator.trained()
             with stopwatch.phase("publish"):
                 await parts.publish(step)
@@ -104,6 +107,13 @@ async def rl_loop(parts: Parts, orchestrator: Orchestrator, first_step: int, rew
                     await parts.evaluate(step)
     finally:
         await orchestrator.stop()
+
+
+async def _probe(parts: Parts, batch: Batch, version: int) -> float | None:
+    """The log-prob gap of a batch that has no token of the current weights, measured on purpose."""
+    if any((t.weight_versions == version).any() for t in batch.trajectories):
+        return None
+    return await parts.probe_logprob_gap(batch.trajectories)
 
 
 def _log_step(
@@ -140,8 +150,11 @@ def _update_figures(result: UpdateResult) -> dict[str, float]:
         "trained_tokens": float(result.trained_tokens),
         "micro_batches": float(result.micro_batches),
     }
-    if result.logprob_gap_max is not None and result.logprob_gap_mean is not None:
-        figures |= {"logprob_gap_max": result.logprob_gap_max, "logprob_gap_mean": result.logprob_gap_mean}
+    for name, gap in (("logprob_gap_max", result.logprob_gap_max), ("logprob_gap_mean", result.logprob_gap_mean)):
+        if gap is not None:
+            figures[name] = gap
+    if result.gradient_digest is not None:
+        figures["gradient_digest"] = float(result.gradient_digest)
     figures |= {f"seconds/train/{part}": value for part, value in result.seconds.items()}
     return figures | metric_values(result.metrics)
 
@@ -151,6 +164,8 @@ async def _save_checkpoint(parts: Parts, orchestrator: Orchestrator, step: int, 
     with parts.stopwatch.phase("checkpoint"):
         state = {
             "step": step,
+            "seed": parts.plan.config.seed,
+            "groups_per_step": parts.plan.config.rollout.groups_per_step,
             "scheduler": orchestrator.snapshot().model_dump(),
             "rewards_before": rewards_before,
             "totals": dataclasses.asdict(parts.totals),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from rl.preflight import Plan
 from rl.serving import Serving
@@ -16,6 +19,10 @@ from rl.weights.serialize import directory_shapes
 from rl.weights.transports import TensorTransport
 from rollout.chat import ChatRenderer
 from rollout.evaluation import evaluate
+from rollout.trajectory import Trajectory
+
+PROBES = 4
+"""Sequences that a probe of the log-prob gap scores."""
 
 Rewards = dict[str, dict[str, float | None]]
 """By task: ``sampled`` and ``greedy``."""
@@ -64,6 +71,18 @@ class Parts:
         self.published = Fallback(transport, version)
         self.totals.publish_seconds_max = max(self.totals.publish_seconds_max, done.seconds)
         return done.seconds
+
+    async def probe_logprob_gap(self, trajectories: Sequence[Trajectory]) -> float:
+        """Largest |trainer − engine log-prob| at temperature 1 over all tokens of a few sequences.
+
+        For steps whose batch has no token of the current weights, so that sampling itself shows no gap. Both sides must
+        hold the same version.
+        """
+        probes = [t.replace(temperature=1.0) for t in trajectories[:PROBES]]
+        engine = self.generating.fleet.engines[0]
+        scored = await asyncio.gather(*(engine.score(t.token_ids.tolist()) for t in probes))
+        computed = await self.trainer.logprobs(probes)
+        return max(float(np.abs(a - b).max()) for a, b in zip(scored, computed, strict=True))
 
     async def evaluate(self, step: int) -> Rewards:
         """Play each task's eval prompts, sampled and greedy, with the weights that the engines hold."""

@@ -6,11 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from algorithms import registry as algorithms
 from algorithms.types import Algorithm
 from rl.config import ConfigError, RunConfig
 from rl.run_folder import RunFolder
+from rl.trainer.manifest import CheckpointError, read_manifest
 from rollout.processes import ProcessError, require_free_port
 from tasks.protocol import Task
 from tasks.registry import TaskError, load_task
@@ -26,6 +28,8 @@ class Plan:
     tasks: Mapping[str, Task]
     checkpoint: Path | None
     """To resume from."""
+    resumed: Mapping[str, Any] | None
+    """What that checkpoint says of the run."""
 
     @property
     def group_size(self) -> int:
@@ -53,7 +57,8 @@ def check_run(config: RunConfig) -> Plan:
     folder = RunFolder(config.run_dir)
     if config.replay is not None and not sorted((config.replay / "trajectories").glob("step_*.npz")):
         raise ConfigError(f"replay: {config.replay} has no trajectories (trajectories/step_*.npz); name a run's folder")
-    return Plan(config, folder, algorithm, tasks, _checkpoint(config, folder))
+    checkpoint = _checkpoint(config, folder)
+    return Plan(config, folder, algorithm, tasks, checkpoint, _resumed(config, checkpoint))
 
 
 def _tasks(config: RunConfig) -> dict[str, Task]:
@@ -146,3 +151,21 @@ def _checkpoint(config: RunConfig, folder: RunFolder) -> Path | None:
     if not path.is_dir():
         raise ConfigError(f"resume: {path} does not exist; give a checkpoint's folder (runs/NAME/checkpoints/step_N)")
     return path
+
+
+def _resumed(config: RunConfig, checkpoint: Path | None) -> Mapping[str, Any] | None:
+    if checkpoint is None:
+        return None
+    try:
+        state: Mapping[str, Any] = read_manifest(checkpoint)["extra"]
+    except CheckpointError as error:
+        raise ConfigError(f"resume: {error}") from error
+    same = {"seed": config.seed, "groups_per_step": config.rollout.groups_per_step}
+    for key, value in same.items():
+        if state[key] != value:
+            name = "rollout.groups_per_step" if key == "groups_per_step" else key
+            raise ConfigError(
+                f"{name}={value}: the run that is resumed has {state[key]}; with another value its prompts could not "
+                "be accounted for"
+            )
+    return state

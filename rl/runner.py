@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from rl.stopwatch import Stopwatch
 from rl.tracking import build_trackers, drop_lines_after
 from rl.trainer.group import TrainerGroup
 from rollout.chat import ChatRenderer
+from rollout.orphans import OrphanWatch
 from rollout.processes import ProcessRegistry
 from rollout.scheduler import SchedulerState
 
@@ -36,10 +36,10 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
     """Run a checked plan to its end; returns what ``summary.json`` holds."""
     config, folder = plan.config, plan.folder
     folder.prepare(config, resuming=config.resume != "no")
-    resumed = await asyncio.to_thread(TrainerGroup.read_checkpoint_state, plan.checkpoint) if plan.checkpoint else None
+    resumed = plan.resumed
     model_dir = _initial_model(plan)
     identity = folder.begin(config, _stage_model(plan, model_dir))
-    if plan.checkpoint is not None and resumed is not None:
+    if resumed is not None:
         console.print(f"resuming after step {resumed['step']} from {plan.checkpoint}")
         drop_lines_after(folder.metrics, resumed["step"])
         folder.drop_trajectories_after(resumed["step"])
@@ -47,6 +47,7 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
     stopwatch = Stopwatch()
     summary: dict[str, Any] = {}
     async with AsyncExitStack() as stack:
+        stack.enter_context(OrphanWatch())
         registry = stack.enter_context(ProcessRegistry())
         tracker = build_trackers(config, identity.run_id, _totals(plan), console)
         failed = True
@@ -69,10 +70,10 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
         if serving is not None:
             with stopwatch.phase("start"):
                 parts.serve(await serving, model_dir)
-        rewards = await _phases(parts, resumed)
+        rewards = await _phases(parts)
         with stopwatch.phase("save"):
             await trainer.save_hf(folder.final_model)
-        summary |= _summary(parts, identity.run_id, resumed, rewards)
+        summary |= _summary(parts, identity.run_id, rewards)
         folder.write_summary(summary)
         failed = False
     if config.stage != "sft" and config.replay is None:
@@ -114,9 +115,9 @@ async def _initial_sft(parts: Parts, model_dir: Path) -> None:
     await parts.trainer.save_hf(plan.folder.sft_model)
 
 
-async def _phases(parts: Parts, resumed: Mapping[str, Any] | None) -> tuple[Rewards, Rewards]:
+async def _phases(parts: Parts) -> tuple[Rewards, Rewards]:
     """The stage's own work; rewards before and after it."""
-    plan = parts.plan
+    plan, resumed = parts.plan, parts.plan.resumed
     config = plan.config
     if config.replay is not None:
         await parts.trainer.set_optimizer(config.trainer.optimizer, config.steps)
@@ -159,10 +160,8 @@ def _totals(plan: Plan) -> dict[str, int]:
     return {"sft": config.sft.steps, "rl": config.steps}
 
 
-def _summary(
-    parts: Parts, run_id: str, resumed: Mapping[str, Any] | None, rewards: tuple[Rewards, Rewards]
-) -> dict[str, Any]:
-    config, totals = parts.plan.config, parts.totals
+def _summary(parts: Parts, run_id: str, rewards: tuple[Rewards, Rewards]) -> dict[str, Any]:
+    config, totals, resumed = parts.plan.config, parts.totals, parts.plan.resumed
     seconds = parts.stopwatch.read()
     turns = parts.serving.gateway.stats.turns if parts.serving else 0
     if resumed:

@@ -77,6 +77,8 @@ class TrainerConfig(BaseModel):
     logits_chunk_tokens: int = Field(4096, ge=1)
     """Tokens whose fp32 logits exist at the same time in the output head."""
     seed: int = Field(0, ge=0, lt=2**31)
+    digest_gradients: bool = False
+    """Log a hash of each update's gradient, to compare runs bit by bit; it reads every gradient once."""
     timeout_s: float = Field(600.0, gt=0)
     """Of every collective operation: a rank that waits longer for another one fails."""
     start_timeout_s: float = Field(180.0, gt=0)

@@ -32,6 +32,8 @@ class UpdateResult:
     """Largest |trainer − rollout log-prob| over the action tokens, of samples with a trained token, that the trainer's
     own weights sampled (weight version = current version); None without such tokens."""
     logprob_gap_mean: float | None
+    gradient_digest: int | None
+    """Hash of the reduced gradient before clipping, over all ranks, below 2^53; None unless ``digest_gradients``."""
     seconds: Mapping[str, float]
     """Wall time of rank 0 by part."""
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -160,6 +161,7 @@ class TrainerWorker:
         facts = f"{name}: loss {loss}, lr {lr}, {len(trained)} samples, {tokens} tokens"
         if loss is None or not math.isfinite(loss):
             raise NonFiniteUpdateError(facts)
+        digest = _gradient_digest(loaded.module) if self.config.digest_gradients else None
         with watch.phase("optimizer"):
             try:
                 grad_norm = loaded.optimizer.step(lr)
@@ -171,6 +173,7 @@ class TrainerWorker:
             loss=loss,
             logprob_gap_max=gap_max,
             logprob_gap_mean=gap_mean,
+            gradient_digest=digest,
             metrics=merge_metrics([targets.metrics, report]),
             grad_norm=grad_norm,
             lr=lr,
@@ -291,6 +294,15 @@ class TrainerWorker:
 def _finalize_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:
     """Reduce the gradients over the ranks; without a number of tokens Megatron leaves them undivided."""
     finalize_model_grads(model, None, **kwargs)
+
+
+def _gradient_digest(module: DistributedDataParallel) -> int:
+    """Equal only for bit-equal gradients on every rank. Small enough to be exact as a JSON number."""
+    mine = xxhash.xxh3_64()
+    for _, parameter in sorted(module.named_parameters()):
+        mine.update(parameter.main_grad.detach().cpu().contiguous().view(torch.uint8).numpy())
+    everyone = xxhash.xxh3_64(repr(gather_objects(mine.hexdigest())).encode())
+    return everyone.intdigest() & (2**53 - 1)
 
 
 def _samples_with(tokens: Tensor, batch: TrainBatch) -> list[int]:

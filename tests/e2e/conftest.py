@@ -1,0 +1,135 @@
+"""Whole runs of ``train.py`` with every part real, small enough for CI."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "+stage=agent_rl",
+    "task=[calculator,sorting]",
+    "sft.steps=250",  # below that nothing is rewarded, and without a reward there is no gradient
+    "sft.conversations_per_step=32",
+    "steps=4",
+    "rollout.groups_per_step=4",
+    "algorithm.group_size=4",
+    "evaluation.prompts=8",
+    "checkpoint.every=1",
+)
+RUN_TIMEOUT_S = 280
+
+
+@dataclass
+class Run:
+    """One ``train.py`` and everything that it started."""
+
+    folder: Path
+    process: psutil.Popen
+    log: Path
+    seen: set[psutil.Process] = field(default_factory=set)
+
+    def look(self) -> set[psutil.Process]:
+        """Remember its descendants of this moment, so that they can be looked for when it is gone."""
+        try:
+            self.seen |= set(self.process.children(recursive=True))
+        except psutil.NoSuchProcess:
+            return self.seen
+        return self.seen
+
+    def wait(self, timeout_s: float = RUN_TIMEOUT_S) -> int:
+        deadline = time.monotonic() + timeout_s
+        while self.process.poll() is None:
+            self.look()
+            if time.monotonic() > deadline:
+                self.stop()
+                raise AssertionError(f"the run did not end:\n{self.text()[-3000:]}")
+            time.sleep(0.3)
+        return self.process.returncode
+
+    def wait_for_step(self, step: int) -> None:
+        """Until the metrics of an RL step are there."""
+        deadline = time.monotonic() + RUN_TIMEOUT_S
+        while not any(row["phase"] == "rl" and row["step"] >= step for row in self.rows()):
+            self.look()
+            assert self.process.poll() is None, self.text()[-3000:]
+            assert time.monotonic() < deadline, self.text()[-3000:]
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        for process in [*self.look(), self.process]:
+            if process.is_running():
+                process.kill()
+
+    def survivors(self, within_s: float = 10.0) -> list[str]:
+        """What of it still runs after so many seconds."""
+        _, alive = psutil.wait_procs([p for p in self.seen if p.is_running()], timeout=within_s)
+        return [f"{p.pid} {p.name()}" for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+    def ports(self) -> set[int]:
+        """Where it listens now."""
+        found = set()
+        for process in [*self.look(), self.process]:
+            try:
+                connections = process.net_connections(kind="tcp")
+            except psutil.NoSuchProcess:
+                continue
+            found |= {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+        return found
+
+    def rows(self) -> list[dict]:
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def summary(self) -> dict:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+
+def start(folder: Path, *overrides: str) -> Run:
+    log = folder.with_suffix(".log")
+    with log.open("ab") as output:
+        process = psutil.Popen(
+            [sys.executable, "train.py", *SMALL, f"run_dir={folder}", *overrides],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return Run(folder, process, log)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory) -> Run:
+    """A whole small run, from fresh weights to the summary."""
+    run = start(tmp_path_factory.mktemp("e2e") / "main")
+    assert run.wait() == 0, run.text()[-3000:]
+    return run
+
+
+@pytest.fixture
+def launch(tmp_path, finished):
+    """Start runs from the finished one's SFT weights; none outlives the test."""
+    runs = []
+
+    def launcher(name: str, *overrides: str) -> Run:
+        runs.append(start(tmp_path / name, f"model.checkpoint={finished.folder / 'sft_model'}", *overrides))
+        return runs[-1]
+
+    yield launcher
+    for run in runs:
+        run.stop()
+
+
+__all__ = ["Run", "signal", "start"]

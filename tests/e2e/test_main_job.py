@@ -1,0 +1,73 @@
+"""The main job leaves what it promises: figures that add up, weights that load, prompts accounted for."""
+
+from __future__ import annotations
+
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rl.ledger import read_fates
+from rl.trainer.manifest import read_manifest
+from rollout.trajectory_file import load_trajectories
+
+
+def test_the_folder_holds_all_of_the_run(finished):
+    folder = finished.folder
+    summary = finished.summary()
+    assert (summary["stage"], summary["seed"], summary["steps"]) == ("agent_rl", 0, 4)
+    for moment in ("reward_before", "reward_after"):
+        assert set(summary[moment]) == {"calculator", "sorting"}
+        for rewards in summary[moment].values():
+            assert set(rewards) == {"sampled", "greedy"}
+            assert all(0 <= reward <= 1 for reward in rewards.values())
+    assert yaml.safe_load((folder / "config.yaml").read_text())["rollout"]["groups_per_step"] == 4
+    assert (folder / "reward.png").stat().st_size > 1000
+    assert [row["step"] for row in finished.rows() if row["phase"] == "rl"] == [1, 2, 3, 4]
+    assert len([row for row in finished.rows() if row["phase"] == "sft"]) == 250
+    assert list((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert read_manifest(folder / "checkpoints" / "step_000004")["extra"]["step"] == 4
+
+
+def test_log_probs_of_engine_and_trainer_agree_at_every_step(finished):
+    gaps = [row.get("logprob_gap_max") for row in finished.rows() if row["phase"] == "rl"]
+    assert all(gap is not None and gap < 1e-4 for gap in gaps), gaps
+
+
+def test_every_second_of_a_step_has_a_phase(finished):
+    for row in finished.rows():
+        if row["phase"] != "rl":
+            continue
+        parts = {name: row.get(f"seconds/{name}", 0.0) for name in ("generate", "wait", "train", "publish", "other")}
+        parts["checkpoint"] = row.get("seconds/checkpoint", 0.0)
+        assert abs(sum(parts.values()) - row["seconds/step"]) < 1e-6
+        assert parts["train"] > 0
+        assert parts["publish"] > 0
+    summary = finished.summary()
+    assert abs(sum(summary["seconds_by_phase"].values()) - summary["seconds"]) < 0.1
+
+
+def test_trajectories_are_recorded_and_the_ledger_has_each_prompt_once(finished):
+    seen = set()
+    for step in range(1, 5):
+        trajectories, _, version = load_trajectories(finished.folder / "trajectories" / f"step_{step:06d}.npz")
+        assert version == step - 1
+        assert len(trajectories) == 16
+        seen |= {(t.task, t.epoch, t.prompt_id) for t in trajectories}
+        for t in trajectories:
+            assert t.weight_versions[t.action_mask].max() <= version
+    fates = read_fates(finished.folder / "ledger.jsonl")
+    assert all(len(fate) == 1 for fate in fates.values())
+    assert {(r.task, r.epoch, r.prompt_id) for r, fate in fates.items() if fate == ["trained"]} == seen
+
+
+def test_the_final_model_is_a_hugging_face_directory_that_differs_from_the_sft_one(finished):
+    final = AutoModelForCausalLM.from_pretrained(finished.folder / "model")
+    before = AutoModelForCausalLM.from_pretrained(finished.folder / "sft_model")
+    tokenizer = AutoTokenizer.from_pretrained(finished.folder / "model")
+    assert tokenizer.chat_template
+    changed = [not torch.equal(a, b) for a, b in zip(final.parameters(), before.parameters(), strict=True)]
+    assert any(changed)
+
+
+def test_nothing_is_left_running(finished):
+    assert finished.survivors() == []
