@@ -30,6 +30,7 @@ async def sft_loop(parts: Parts) -> None:
         parts.plan.tasks, parts.renderer, config.sft.conversations_per_step, config.engine.context_length, config.seed
     )
     for step in range(1, config.sft.steps + 1):
+        parts.check_starting()
         started = time.perf_counter()
         with parts.stopwatch.phase("sft"):
             result = await parts.trainer.update(next(batches), step, algorithm)

@@ -47,15 +47,23 @@ class Parts:
     renderer: ChatRenderer
     say: Callable[[str], None]
     totals: Totals
+    starting: asyncio.Task[Serving] | None = None
+    """Servers on their way up."""
     serving: Serving | None = None
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Of the engines' tensors, by HF name."""
     published: Fallback | None = None
     """What the engines hold."""
 
-    def serve(self, serving: Serving, model_dir: Path) -> None:
-        self.serving = serving
-        self.shapes = directory_shapes(model_dir)
+    def check_starting(self) -> None:
+        """Raise what kept a server from coming up, as soon as it is known."""
+        if self.starting is not None and self.starting.done():
+            self.starting.result()
+
+    async def wait_for_servers(self, model_dir: Path) -> None:
+        if self.starting is not None:
+            self.serving = await self.starting
+            self.shapes = directory_shapes(model_dir)
 
     @property
     def generating(self) -> Serving:

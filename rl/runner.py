@@ -20,7 +20,7 @@ from rl.loop import build_orchestrator, replay_loop, rl_loop, sft_loop
 from rl.parts import Parts, Rewards, Totals
 from rl.plot import plot_rewards
 from rl.preflight import Plan
-from rl.serving import start_serving
+from rl.serving import check_remote_tasks, start_serving
 from rl.stopwatch import Stopwatch
 from rl.tracking import build_trackers, drop_lines_after
 from rl.trainer.group import TrainerGroup
@@ -35,6 +35,7 @@ transformers_logging.disable_progress_bar()  # its bars would break up ours
 async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
     """Run a checked plan to its end; returns what ``summary.json`` holds."""
     config, folder = plan.config, plan.folder
+    await check_remote_tasks(config)
     folder.prepare(config, resuming=config.resume != "no")
     resumed = plan.resumed
     model_dir = _initial_model(plan)
@@ -53,10 +54,10 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
         failed = True
         stack.push(lambda *_: tracker.finish(summary, failed))
         renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
-        serving = None
+        starting = None
         with stopwatch.phase("start"):
             if plan.needs_engine:
-                serving = asyncio.create_task(
+                starting = asyncio.create_task(
                     start_serving(config, renderer, model_dir, registry, stack, folder.logs, console.print)
                 )
                 await asyncio.sleep(0)  # the servers start while Ray does
@@ -65,11 +66,10 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
             stack.push_async_callback(trainer.close)
             await trainer.load_model(model_dir)
         totals = Totals(**resumed["totals"]) if resumed else Totals()
-        parts = Parts(plan, tracker, stopwatch, trainer, renderer, console.print, totals)
+        parts = Parts(plan, tracker, stopwatch, trainer, renderer, console.print, totals, starting)
         await _initial_sft(parts, model_dir)
-        if serving is not None:
-            with stopwatch.phase("start"):
-                parts.serve(await serving, model_dir)
+        with stopwatch.phase("start"):
+            await parts.wait_for_servers(model_dir)
         rewards = await _phases(parts)
         with stopwatch.phase("save"):
             await trainer.save_hf(folder.final_model)

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.config import RunConfig, TaskConfig
+from rl.config import ConfigError, RunConfig, TaskConfig
 from rollout.chat import ChatRenderer
 from rollout.engine.fleet import EngineFleet
 from rollout.episode import EpisodeRunner, EpisodeSettings
@@ -65,13 +65,37 @@ async def start_serving(
     )
 
 
+async def check_remote_tasks(config: RunConfig) -> None:
+    """Ask the task servers that run elsewhere who they are, before anything is started.
+
+    Raises:
+        ConfigError: one does not answer, or is not that task's server.
+    """
+    for name, task in config.tasks.items():
+        urls = _urls(task)
+        if not urls:
+            continue
+        async with TaskClient(name, urls) as client:
+            try:
+                await client.check()
+            except TaskServerError as error:
+                raise ConfigError(f"tasks.{name}.url: {error}; start it, or leave url out to run one here") from error
+
+
+def _urls(task: TaskConfig) -> list[str]:
+    """Of servers that run elsewhere."""
+    if task.url is None:
+        return []
+    return [task.url] if isinstance(task.url, str) else task.url
+
+
 def _task_servers(
     name: str, task: TaskConfig, registry: ProcessRegistry, logs: Path
 ) -> tuple[list[str], list[ManagedProcess]]:
-    """URLs of a task's servers; those that run here are started."""
-    if task.url is not None:
-        return ([task.url] if isinstance(task.url, str) else task.url), []
-    urls, processes = [], []
+    """URLs of a task's servers, and the processes of those that are started here."""
+    urls, processes = _urls(task), []
+    if urls:
+        return urls, []
     for replica in range(task.replicas):
         port = free_port()
         command = [sys.executable, "-m", "tasks.serve", name, "--port", str(port), "--slots", str(task.slots)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rollout.chat import ChatRenderer
 from rollout.engine.protocol import EngineError, FinishReason, Generation, Sampling
 from rollout.session import RolloutKey, SessionRecord
+
+log = logging.getLogger(__name__)
 
 MAX_RESUMPTIONS = 64
 """How often one reply may be aborted by the engine (weights published, server lost) and resumed by prefix."""
@@ -134,7 +137,10 @@ class Gateway:
         session = self._sessions.pop(session_id)
         session.closed = True
         if session.in_flight:
-            await self.engines.abort(sorted(session.in_flight))
+            try:
+                await self.engines.abort(sorted(session.in_flight))
+            except EngineError as error:
+                log.warning("requests of a closed session were not aborted, they end at their token limit: %s", error)
         self.engines.end_session(session_id)
         return session.record
 

@@ -8,6 +8,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import psutil
 import pytest
@@ -92,6 +94,44 @@ def test_an_incomplete_model_directory_is_named(capsys, tmp_path, model_dir, mis
     said = refuse(capsys, "+stage=agent_rl", f"run_dir={tmp_path / 'run'}", f"model.checkpoint={broken}")
     assert says in said
     assert str(broken) in said.replace("\n", "")
+
+
+def answering(text):
+    """A web server that gives this answer to everything."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *arguments):
+            """Quiet."""
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (None, "can't be reached"),
+        ("<html>hello</html>", "answered something that is no Metadata"),
+        ('{"task": "sorting"}', "serves task 'sorting'"),
+    ],
+)
+def test_a_task_server_elsewhere_that_is_absent_or_another_is_named(capsys, tmp_path, answer, says):
+    server = answering(answer or "")
+    url = f"http://127.0.0.1:{server.server_port}"
+    if answer is None:
+        server.shutdown()
+        server.server_close()
+    said = refuse(capsys, "+stage=agent_rl", f"run_dir={tmp_path}", f"tasks.calculator.url={url}").replace("\n", " ")
+    server.shutdown() if answer else None
+    assert "tasks.calculator.url" in said
+    assert says in said
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("key", ["rollout.gateway_port", "engine.port"])
