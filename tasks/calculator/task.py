@@ -45,7 +45,10 @@ class Calculator(Task):
     operators: str = Field("+-*", pattern=r"^[+*-]{1,3}$")
     max_turns: int = Field(4, gt=0)
     good_share: float = Field(0.35, ge=0, le=1)
-    """Share of the demonstrations that are right; half of the others answer at once, half stop one call early."""
+    """Share of the demonstrations that are right; half of the others answer at once, half stop one call early.
+
+    About the sampled reward of a small model after SFT.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> Calculator:

@@ -25,7 +25,11 @@ class Sorting(Task):
     length: int = Field(4, ge=2, le=5)
     """Digits of a number."""
     good_share: float = Field(0.4, ge=0, le=1)
-    """Share of the demonstrations that are right; the others have two neighbours swapped."""
+    """Share of the demonstrations that are right; the others sort downwards.
+
+    A wrong habit instead of scattered slips: RL then has one decision to turn, at the first digit, where a small model's
+    reward rises within tens of updates.
+    """
 
     def prompts(self, split: Literal["train", "eval"]) -> Sequence[Prompt]:
         return [Prompt(prompt_id=digits, data={"digits": digits}) for digits in _numbers(self.length, split)]
@@ -35,14 +39,16 @@ class Sorting(Task):
         numbers = _numbers(self.length, "train")
         while True:
             digits = chance.choice(numbers)
-            answer = sort_digits(digits) if chance.random() < self.good_share else _spoil(digits, chance)
+            answer = sort_digits(digits)
+            if chance.random() >= self.good_share:
+                answer = answer[::-1]
             yield [Message(role="user", content=question(digits)), Message(role="assistant", content=answer)]
 
 
 @functools.cache
 def _numbers(length: int, split: Literal["train", "eval"]) -> list[str]:
     numbers = ("".join(digits) for digits in itertools.product("123456789", repeat=length))
-    # A number of equal digits has no wrong order.
+    # A number of equal digits reads the same downwards.
     return split_ids((digits for digits in numbers if len(set(digits)) > 1), split)
 
 
@@ -52,12 +58,6 @@ def question(digits: str) -> str:
 
 def sort_digits(digits: str) -> str:
     return "".join(sorted(digits))
-
-
-def _spoil(digits: str, chance: random.Random) -> str:
-    answer = sort_digits(digits)
-    at = chance.choice([i for i in range(len(answer) - 1) if answer[i] != answer[i + 1]])
-    return answer[:at] + answer[at + 1] + answer[at] + answer[at + 2 :]
 
 
 async def play(task: Sorting, data: dict[str, Any], chat: Chat) -> Outcome:
