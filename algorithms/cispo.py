@@ -3,8 +3,8 @@
     r_t = π_θ(y_t) / π_old(y_t)
     L = −Σ_i Σ_t sg[clip(r_t, 1−ε_low, 1+ε_high)] · Â_i · log π_θ(y_t) / Σ_i |y_i|
 
-Needs the log-probs of the trainer's policy at the start of the update (π_old). pop(ρ_t), §IcePop, corrects for the
-engine's mismatch (ours: the paper has none; ``beta: null`` leaves it out).
+Needs the log-probs of the trainer's policy at the start of the update (π_old). pop(ρ_t), ``algorithms.icepop``,
+corrects for the engine's mismatch (ours: the paper has none; ``beta: null`` leaves it out).
 """
 
 from __future__ import annotations

@@ -45,14 +45,14 @@ class Tally:
 
     def add(self, chunk: LossInputs, marks: Mapping[str, Shaped[Tensor, " tokens"]]) -> None:
         """``marks`` are of the objective: a mean of each over the trained tokens is logged (of bool, the share)."""
-        trained = chunk.weights != 0
-        self._add("count", trained.sum())
+        on = torch.ne(chunk.weights, 0, out=torch.empty_like(chunk.weights))  # as 1.0 and 0.0: faster than by bool
+        self._add("count", on.sum())
         if chunk.entropy is not None:
-            self._add("entropy", chunk.entropy.detach()[trained].sum())
+            marks = {**marks, "entropy": chunk.entropy.detach()}
         for name, mark in marks.items():
-            self._add(name, mark[trained].sum())
+            self._add(name, on.dot(mark.to(on.dtype)))
         if self._mismatch:
-            self._add_mismatch((chunk.logprobs.detach() - chunk.rollout_logprobs)[trained].clamp(-20, 20))
+            self._add_mismatch((chunk.logprobs.detach() - chunk.rollout_logprobs).mul_(on).clamp_(-20, 20), on)
 
     def metrics(self) -> dict[str, Metric]:
         if not self._sums:
@@ -63,20 +63,22 @@ class Tally:
         metrics: dict[str, Metric] = {name: Mean(total, count) for name, total in sums.items()}
         if self._mismatch:
             metrics["ratio/effective_share"] = EffectiveShare(count, r, r2)
-            metrics["ratio/max"] = Max(float(torch.stack(self._largest).max()) if self._largest else None)
+            metrics["ratio/max"] = Max(float(torch.stack(self._largest).max()) if count else None)
             counts = tuple(torch.stack(self._histograms).sum(0).tolist())
             metrics |= {f"ratio/p{round(100 * q):02d}": LogRatioQuantile(q, counts) for q in QUANTILES}
         return metrics
 
-    def _add_mismatch(self, d: Float32[Tensor, " trained"]) -> None:
-        r = d.exp()
+    def _add_mismatch(self, d: Float32[Tensor, " tokens"], on: Float32[Tensor, " tokens"]) -> None:
+        """``d`` is 0 where ``on`` is."""
+        r = d.exp().mul_(on)
         self._add("kl/rollout_k1", -d.sum())
-        self._add("kl/rollout_k3", (r - 1 - d).sum())
+        self._add("kl/rollout_k3", (r - on - d).sum())
         self._add("r", r.sum())
-        self._add("r2", r.square().sum())
-        self._histograms.append(log_ratio_histogram(d))
-        if len(r):
-            self._largest.append(r.max())
+        self._add("r2", r.dot(r))
+        self._largest.append(r.max())
+        histogram = log_ratio_histogram(d)
+        histogram[LOG_RATIO_BINS // 2] -= (len(on) - on.sum()).long()
+        self._histograms.append(histogram)
 
     def _add(self, name: str, total: Tensor) -> None:
         self._sums.setdefault(name, []).append(total.double())

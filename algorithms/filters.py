@@ -65,11 +65,12 @@ def trained_tokens(batch: RolloutBatch, *, mask_truncated: bool, max_staleness: 
     stale_count = torch.zeros(batch.rollouts, dtype=torch.float64, device=mask.device)
     if max_staleness is not None and batch.current_version > max_staleness:  # else even version 0 is fresh enough
         late = stale_tokens(batch.weight_versions, mask, batch.current_version, max_staleness)
-        stale_count = rollout_sums(sample_sums(late, batch.cu_seqlens), rollout, batch.rollouts)
-        if stale == Stale.DROP:
-            dropped = dropped | (stale_count > 0)
-        elif bool(stale_count.any()):
-            mask = mask & ~late
+        if bool(late.any()):
+            stale_count = rollout_sums(sample_sums(late, batch.cu_seqlens), rollout, batch.rollouts)
+            if stale == Stale.DROP:
+                dropped = dropped | (stale_count > 0)
+            else:
+                mask = mask & ~late
     truncated = batch.truncated if mask_truncated else torch.zeros_like(batch.truncated)
     keep = batch.valid & ~dropped & ~truncated
     count = sample_sums(mask, batch.cu_seqlens) * keep[rollout]

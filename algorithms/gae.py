@@ -1,10 +1,10 @@
 """Generalised advantage estimation over action tokens alone, for packed samples, as a blocked scan.
 
 GAE is the recurrence Â_n = δ_n + γλ Â_{n+1}. A loop over tokens is slow, and dividing a running sum by (γλ)^n
-underflows near 2,000 tokens. Here a tile of tokens is laid out as columns of ``ROWS`` successive tokens each, all
-columns are scanned at once by a tree over the rows (2·log₂ ROWS steps), the columns' heads by doubling, and each column
-is then completed with what follows it. Tiles go from the last to the first, each small enough for the cache. In
-float64: over 32k tokens the rounding of λ in float32 alone changes λ^n by 10⁻³.
+underflows near 2,000 tokens. Here tokens are taken a tile at a time, from the last to the first, each small enough for
+the cache. A tile is laid out as columns of ``ROWS`` successive tokens each; all columns are scanned at once by a tree
+over the rows (2·log₂ ROWS steps), the columns' heads by doubling, and each column is then completed with what follows
+it. In float64: over 32k tokens the rounding of λ in float32 alone changes λ^n by 10⁻³.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Float32, Float64, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from algorithms.packed import sample_sums, spread
+from algorithms.packed import nonzero, spread
 
 ROWS = 128
 COLUMNS = 2048
@@ -35,41 +35,47 @@ def skip_observation_gae(
 
         δ = γ V(a_{n+1}) − V(a_n), at the last action token R − V(a_n);      Â(a_n) = δ + γλ Â(a_{n+1})
     """
-    index = action_mask.nonzero().flatten()
-    count = sample_sums(action_mask, cu_seqlens).long()
-    compact = pad(count.cumsum(0), (1, 0))
-    last = compact[1:][count > 0] - 1
-    at = values[index]
-    delta = torch.zeros_like(at)
-    torch.mul(at[1:], gamma, out=delta[:-1])
-    delta[last] = terminal_reward[count > 0].to(at.dtype)
-    decay = spread(gamma * lam, compact)
-    decay[last] = 0.0
     advantages = torch.zeros_like(values)
-    advantages[index] = reverse_scan(delta.sub_(at), decay)
+    edges, decay, terminal = cu_seqlens.long(), gamma * lam, terminal_reward.to(values.dtype)
+    next_value, next_advantage, next_sample = values.new_zeros(1), decay.new_zeros(1), -1
+    for start in reversed(range(0, len(values), ROWS * COLUMNS)):
+        tile = slice(start, min(start + ROWS * COLUMNS, len(values)))
+        index = nonzero(action_mask[tile])
+        if not len(index):
+            continue
+        before = torch.searchsorted(
+            index, (edges - start).clamp(0, tile.stop - start)
+        )  # action tokens before each edge
+        samples = before.diff().nonzero().flatten()
+        last = before[1:][samples] - 1
+        # The tile's last sample may go on in the tile after it.
+        closed = len(samples) - int(samples[-1] == next_sample)
+        value = values[tile].index_select(0, index)
+        delta = torch.cat([value[1:], next_value]).mul_(gamma)
+        delta[last[:closed]] = terminal[samples[:closed]]
+        tile_decay = spread(decay, before)
+        tile_decay[last[:closed]] = 0.0
+        scanned = reverse_scan(delta.sub_(value), tile_decay, next_advantage)
+        advantages[tile].scatter_(0, index, scanned.to(values.dtype))
+        next_value, next_advantage, next_sample = value[:1], scanned[:1], samples[0]
     return advantages
 
 
-def reverse_scan(x: Float32[Tensor, " n"], decay: Float64[Tensor, " n"]) -> Float32[Tensor, " n"]:
-    """y_n = x_n + decay_n · y_{n+1}, from the end (where y is 0)."""
-    y = torch.empty_like(x)
-    carry = torch.zeros(1, dtype=torch.float64, device=x.device)
-    for start in reversed(range(0, len(x), ROWS * COLUMNS)):
-        tile = slice(start, start + ROWS * COLUMNS)
-        size = len(x[tile])
-        scanned = _scan_columns(_as_columns(x[tile]), _as_columns(decay[tile]), carry)
-        carry = scanned[0, :1].clone()
-        y[tile] = scanned.to(x.dtype).t().reshape(-1)[:size]
-    return y
+def reverse_scan(
+    x: Float32[Tensor, " n"], decay: Float64[Tensor, " n"], following: Float64[Tensor, " 1"]
+) -> Float64[Tensor, " n"]:
+    """y_n = x_n + decay_n · y_{n+1}, from the end, where ``following`` comes after."""
+    y, products = _as_columns(x, 0.0), _as_columns(decay, 1.0)
+    return _scan_columns(y, products, following).t().reshape(-1)[: len(x)]
 
 
-def _as_columns(x: Float[Tensor, " n"]) -> Float64[Tensor, "rows columns"]:
-    """Column c holds tokens c·ROWS to (c+1)·ROWS, the last column filled up with zeros."""
-    return pad(x, (0, -len(x) % ROWS)).view(-1, ROWS).t().contiguous().double()
+def _as_columns(x: Float[Tensor, " n"], fill: float) -> Float64[Tensor, "rows columns"]:
+    """Column c holds tokens c·ROWS to (c+1)·ROWS; the last column is filled up."""
+    return pad(x, (0, -len(x) % ROWS), value=fill).view(-1, ROWS).t().contiguous().double()
 
 
 def _scan_columns(
-    y: Float64[Tensor, "rows columns"], decay: Float64[Tensor, "rows columns"], carry: Float64[Tensor, " 1"]
+    y: Float64[Tensor, "rows columns"], decay: Float64[Tensor, "rows columns"], following: Float64[Tensor, " 1"]
 ) -> Float64[Tensor, "rows columns"]:
     """In place; afterwards ``decay`` holds the products down to the end of each column."""
     rows, step = len(y), 1
@@ -83,7 +89,7 @@ def _scan_columns(
         y[between].addcmul_(decay[between], y[below])
         decay[between].mul_(decay[below])
         step //= 2
-    heads = _scan_by_doubling(torch.cat([y[0], carry]), pad(decay[0], (0, 1)))
+    heads = _scan_by_doubling(torch.cat([y[0], following]), pad(decay[0], (0, 1)))
     return y.addcmul_(decay, heads[1:])
 
 

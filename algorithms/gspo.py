@@ -4,19 +4,21 @@
     L = −E[ 1/G Σ_i min(s_i Â_i, clip(s_i, 1−ε_low, 1+ε_high) Â_i) ]
 
 Needs the log-probs of the trainer's policy at the start of the update (π_old). A sequence is a sample: a rollout that
-its harness forked has one ratio for each of its samples. pop(ρ_t), §IcePop, corrects for the engine's mismatch (ours:
-the paper has none; ``beta: null`` leaves it out).
+its harness forked has one ratio for each of its samples. pop(ρ_t), ``algorithms.icepop``, weighs each token's share of
+s_i by the engine's mismatch there, in the manner of GSPO-token (§4.3; ours: the paper has none; ``beta: null`` leaves
+it out).
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+import torch
 from pydantic import Field
 
 from algorithms.group import GroupAlgorithm
 from algorithms.icepop import IcePopConfig, pop
-from algorithms.packed import sample_sums, spread
+from algorithms.packed import chunks, sample_sums, spread
 from algorithms.ratios import MAX_LOG_RATIO, clipped
 from algorithms.tokens import TokenLoss, needed
 from algorithms.types import LossInputs, LossOutput, Need
@@ -33,10 +35,13 @@ class GSPO(GroupAlgorithm[Config]):
     needs = frozenset({Need.OLD_LOGPROBS})
 
     def loss(self, inputs: LossInputs) -> LossOutput:
-        trained = inputs.weights != 0
-        log_ratio = (inputs.logprobs.detach() - needed(Need.OLD_LOGPROBS, inputs.old_logprobs)) * trained
-        length = sample_sums(trained, inputs.cu_seqlens).clamp(min=1)
-        log_s = (sample_sums(log_ratio, inputs.cu_seqlens) / length).to(log_ratio.dtype)
+        old_logprobs = needed(Need.OLD_LOGPROBS, inputs.old_logprobs)
+        log_ratio, on = torch.empty_like(old_logprobs), torch.empty_like(old_logprobs)
+        for where in chunks(len(on), on.device):
+            torch.ne(inputs.weights[where], 0, out=on[where])
+            torch.sub(inputs.logprobs.detach()[where], old_logprobs[where], out=log_ratio[where]).mul_(on[where])
+        length = sample_sums(on, inputs.cu_seqlens).clamp(min=1)
+        log_s = (sample_sums(log_ratio, inputs.cu_seqlens) / length).to(on.dtype)
         return super().loss(dataclasses.replace(inputs, sequence_log_ratio=spread(log_s, inputs.cu_seqlens)))
 
     def objective(self, t: LossInputs) -> TokenLoss:

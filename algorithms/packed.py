@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from jaxtyping import Float64, Int, Shaped
+from jaxtyping import Bool, Float64, Int, Int64, Shaped
 from torch import Tensor
 
 CPU_CHUNK = 1 << 16
@@ -44,6 +44,12 @@ def spread(x: Shaped[Tensor, " samples"], cu_seqlens: Int[Tensor, " samples+1"])
     if x.device.type == "cpu":  # ten times faster than torch.repeat_interleave, which makes an index first
         return torch.from_numpy(np.repeat(x.numpy(), lengths.numpy()))
     return torch.repeat_interleave(x, lengths.to(x.device))
+
+
+def nonzero(mask: Bool[Tensor, " tokens"]) -> Int64[Tensor, " chosen"]:
+    if mask.device.type == "cpu":  # four times faster than torch's
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero().flatten()
 
 
 def rollout_sums(

@@ -23,7 +23,7 @@ def ratio(logprobs: Tokens, other: Tokens) -> Tokens:
 
 def strictly_inside(r: Tokens, low: float, high: float) -> Tokens:
     """r where low < r < high, else 0. (``threshold`` is one vectorised pass; comparing to bool and back takes four.)"""
-    return -threshold(-threshold(r, low, 0.0), -high, 0.0)
+    return threshold(threshold(r, low, 0.0).neg_(), -high, 0.0).neg_()
 
 
 def inside(r: Tokens, low: float, high: float) -> Tokens:
@@ -41,8 +41,8 @@ def clipped(r: Tokens, advantages: Tokens, epsilon_low: float, epsilon_high: flo
     cut = r.clamp(1 - epsilon_low, 1 + epsilon_high).mul_(advantages)
     kept = torch.le(raw, cut, out=torch.empty_like(raw))  # as 1.0 and 0.0
     return TokenLoss(
-        -torch.minimum(raw, cut),
-        -(kept * raw),
+        torch.minimum(raw, cut).neg_(),
+        kept.mul_(raw).neg_(),
         lambda: {
             "clip/low": (r < 1 - epsilon_low) & (advantages < 0),
             "clip/high": (r > 1 + epsilon_high) & (advantages > 0),
@@ -52,7 +52,7 @@ def clipped(r: Tokens, advantages: Tokens, epsilon_low: float, epsilon_high: flo
 
 def reinforce(weight: Tokens, advantages: Tokens, logprobs: Tokens, marks: Marks = dict) -> TokenLoss:
     """−sg[weight]·Â·log π_θ."""
-    slope = -(weight * advantages)
+    slope = (weight * advantages).neg_()
     return TokenLoss(slope * logprobs, slope, marks)
 
 

@@ -83,7 +83,7 @@ class SAO(Algorithm):
         if config.whiten:
             advantages = whitened(advantages, trained, batch)
         weights = token_weights(batch, trained, Aggregation.TOKEN_MEAN)
-        return Targets(advantages, weights, returns, {**trained.metrics, **moments(advantages[weights != 0])})
+        return Targets(advantages, weights, returns, {**trained.metrics, **moments(advantages, weights)})
 
     def loss(self, inputs: LossInputs) -> LossOutput:
         return token_loss(self._objective, inputs)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from algorithms.advantages import Baseline, group_advantages
-from algorithms.gae import reverse_scan, skip_observation_gae
+from algorithms.gae import skip_observation_gae
 from algorithms.registry import build
 from algorithms.sao import tokens_after
+from tests.algorithms import reference
 from tests.algorithms.batches import Case, make_case, run
 
 
@@ -152,12 +153,17 @@ def test_length_adaptive_lambda():
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.3, 0.95, 0.9999, 1.0])
-def test_scan_does_not_underflow_over_long_sequences(lam):
-    n = 40_000
-    x = torch.randn(n, generator=torch.Generator().manual_seed(0))
-    y, expected = 0.0, []
-    for value in reversed(x.tolist()):
-        y = value + lam * y
-        expected.append(y)
-    got = reverse_scan(x, torch.full((n,), lam, dtype=torch.float64))
-    torch.testing.assert_close(got, torch.tensor(expected[::-1]), rtol=1e-5, atol=1e-5)
+def test_gae_does_not_underflow_over_long_sequences(lam):
+    rng = torch.Generator().manual_seed(0)
+    lengths = [1, 40_000, 300_000, 7]  # the third spans several tiles
+    edges = torch.tensor([0, *lengths]).cumsum(0)
+    values, mask = torch.randn(int(edges[-1]), generator=rng), torch.rand(int(edges[-1]), generator=rng) < 0.9
+    rewards = torch.randn(4, generator=rng, dtype=torch.float64)
+    got = skip_observation_gae(values, mask, edges, rewards, 0.999, torch.full((4,), lam, dtype=torch.float64))
+    for s, reward in enumerate(rewards.tolist()):
+        span = slice(int(edges[s]), int(edges[s + 1]))
+        on = mask[span]
+        value = values[span][on].tolist()
+        expected = reference.gae(value, [0.0] * (len(value) - 1) + [reward] * bool(value), 0.999, lam)
+        torch.testing.assert_close(got[span][on], torch.tensor(expected), rtol=1e-5, atol=1e-5)
+        assert not got[span][~on].any()
