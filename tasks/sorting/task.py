@@ -27,7 +27,7 @@ class Sorting(Task):
     good_share: float = Field(0.4, ge=0, le=1)
     """Share of the demonstrations that are right; the others sort downwards.
 
-    A wrong habit instead of scattered slips: RL then has one decision to turn, at the first digit, where a small model's
+    A wrong habit instead of scattered slips: RL then has one decision to turn, at the first digit, and a small model's
     reward rises within tens of updates.
     """
 
