@@ -1,5 +1,5 @@
 # make demo: install and watch a model learn to use a tool. make test: install and run every check.
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Elsewhere than on a machine whose index serves the CPU build of torch: make demo PIP_ARGS="--extra-index-url URL"
 PIP_ARGS ?=
 VENV := .venv

@@ -37,6 +37,9 @@ def test_kill_9_leaves_nothing_and_a_resume_trains_each_prompt_once(launch):
     assert resumed.wait() == 0, resumed.text()[-3000:]
     assert "resuming after step" in resumed.text()
     assert [row["step"] for row in resumed.rows() if row["phase"] == "rl"] == [1, 2, 3, 4, 5, 6]
+    runs = list((resumed.folder / "wandb").glob("offline-run-*"))
+    assert len(runs) == 2
+    assert len({path.name.rpartition("-")[2] for path in runs}) == 1  # one W&B run, gone on with
     fates = read_fates(resumed.folder / "ledger.jsonl")
     assert all(len(fate) == 1 for fate in fates.values())
     assert sum(fate == ["trained"] for fate in fates.values()) == 6 * 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -9,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl.ledger import read_fates
 from rl.trainer.manifest import read_manifest
 from rollout.trajectory_file import load_trajectories
+from tests.e2e.wandb_file import records
 
 
 def test_the_folder_holds_all_of_the_run(finished):
@@ -71,3 +74,25 @@ def test_the_final_model_is_a_hugging_face_directory_that_differs_from_the_sft_o
 
 def test_nothing_is_left_running(finished):
     assert finished.survivors() == []
+
+
+def test_the_offline_wandb_run_is_complete(finished):
+    """Config, figures on axes of their own, and a table of sampled trajectories."""
+    (path,) = (finished.folder / "wandb").glob("offline-run-*/run-*.wandb")
+    found = list(records(path))
+    run = next(record.run for record in found if record.WhichOneof("record_type") == "run")
+    config = {update.key: json.loads(update.value_json) for update in run.config.update}
+    assert config["rollout"]["groups_per_step"] == 4
+    axes = {r.metric.glob_name: r.metric.step_metric for r in found if r.WhichOneof("record_type") == "metric"}
+    assert {"sft/*": "sft/step", "rl/*": "rl/step", "eval/*": "eval/step"}.items() <= axes.items()
+    logged = [
+        {item.key or "/".join(item.nested_key) for item in record.history.item}
+        for record in found
+        if record.WhichOneof("record_type") == "history"
+    ]
+    assert sum("rl/reward" in keys for keys in logged) == 4
+    (table,) = path.parent.glob("files/media/table/trajectories_*.table.json")
+    rows = json.loads(table.read_text())
+    assert rows["columns"] == ["step", "task", "prompt", "text", "reward", "tokens"]
+    assert len(rows["data"]) == 4 * 4
+    assert all("<assistant>" in row[3] for row in rows["data"])
