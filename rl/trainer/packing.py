@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
 from rl.trainer import platform
+from rl.trainer.flash import Spans, make_spans
 
 platform.install()
 
@@ -75,6 +76,14 @@ class Packing(PackedSeqParams):
     """Place of each local token in the concatenated outputs of the buckets; None for the same order."""
     gathered_order: Int[Tensor, " padded"] | None = None
     """Place of each token of the padded layout in the rank-major gather over the context-parallel group."""
+    real: Bool[Tensor, " local"] | None = None
+    """False where it is padding."""
+    routed_experts: Int[Tensor, "local layers top_k"] | None = None
+    """The engine's choice of experts, negative where there is none; None without a record."""
+    spans: Spans | None = None
+    """In place of the buckets where FlashAttention runs."""
+    cos_sin: tuple[Tensor, Tensor] | None = None
+    """Of the rotary angles, filled in by the first layer."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +92,19 @@ class Layout:
 
     packing: Packing
     token_ids: Int[Tensor, "1 local"]
-    targets: Int[Tensor, " local"]
-    """The token that each position predicts; 0 where none is."""
-    temperature: Float32[Tensor, " local"]
+    scored: Int[Tensor, " local_scored"]
+    """This rank's positions whose prediction is scored; only for them the output head computes logits."""
+    targets: Int[Tensor, " local_scored"]
+    """The token that each of them predicts."""
+    temperature: Float32[Tensor, " local_scored"]
     predicted: Int[Tensor, " predicted"]
-    """Tokens of the micro-batch (unpadded) that have one before them in their sample."""
+    """The scored tokens of the micro-batch (unpadded)."""
     predictors: Int[Tensor, " predicted"]
     """Their predecessors' places in the padded layout."""
     tokens: int
     """Unpadded."""
+    local: int
+    """Tokens of this context-parallel rank, padding included."""
 
 
 def build_layout(
@@ -102,11 +115,17 @@ def build_layout(
     context: int = 1,
     context_rank: int = 0,
     multiple: int = 1,
+    scored: Bool[Tensor, " tokens"] | None = None,
+    flash: bool = False,
+    routed_experts: Int[Tensor, "tokens layers top_k"] | None = None,
 ) -> Layout:
     """Lay out one micro-batch (CPU tensors in, ``device`` tensors out); it may have no token at all.
 
     Args:
         multiple: each rank's number of tokens is padded to a multiple of it (sequence parallelism).
+        scored: tokens whose log-probs are wanted; None for all. A sample's first token has none.
+        flash: prepare for FlashAttention in place of dense rows.
+        routed_experts: the engine's choice of experts, negative where it is not recorded.
     """
     chunks = 2 * context if context > 1 else 1
     lengths = cu_seqlens.diff()
@@ -122,9 +141,12 @@ def build_layout(
     place = starts[:-1][sample] + offset
     ids = torch.zeros(total, dtype=torch.long)
     ids[place] = token_ids.long()
-    predicted = (offset > 0).nonzero().squeeze(1)
+    real = torch.zeros(total, dtype=torch.bool)
+    real[place] = True
+    wanted = offset > 0 if scored is None else scored & (offset > 0)
+    predicted = wanted.nonzero().squeeze(1)
     predictors = place[predicted] - 1
-    targets = torch.zeros(total, dtype=torch.long)
+    targets = torch.full((total,), -1)
     targets[predictors] = token_ids[predicted].long()
     temperatures = torch.repeat_interleave(torch.cat([temperature.float(), torch.ones(1)]), rows)
 
@@ -133,23 +155,41 @@ def build_layout(
     owner = torch.minimum(chunk, chunks - 1 - chunk)
     locals_ = [(owner == rank).nonzero().squeeze(1) for rank in range(context)]
     mine = locals_[context_rank]
+    gathered_order = torch.cat(locals_).argsort() if context > 1 else None
     packing = Packing(
         qkv_format="sbhd",
         max_seqlen_q=int(rows.max()),
         max_seqlen_kv=int(rows.max()),
-        positions=positions[mine].to(device),
-        gathered_order=torch.cat(locals_).argsort().to(device) if context > 1 else None,
+        positions=_send(positions[mine], device),
+        gathered_order=None if gathered_order is None else _send(gathered_order, device),
     )
-    _add_buckets(packing, rows[rows > 0], positions, mine, context, device)
+    packing.real = _send(real[mine], device)
+    if routed_experts is not None:
+        record = torch.full((total, *routed_experts.shape[1:]), -1, dtype=torch.int32)
+        record[place] = routed_experts
+        packing.routed_experts = _send(record[mine], device)
+    full_rows = rows[rows > 0]
+    if flash:
+        packing.spans = make_spans(full_rows, context, context_rank, gathered_order, device)
+    else:
+        _add_buckets(packing, full_rows, positions, mine, context, device)
+    local_scored = (targets[mine] >= 0).nonzero().squeeze(1)
     return Layout(
         packing=packing,
-        token_ids=ids[mine].unsqueeze(0).to(device),
-        targets=targets[mine].to(device),
-        temperature=temperatures[mine].to(device),
-        predicted=predicted.to(device),
-        predictors=predictors.to(device),
+        token_ids=_send(ids[mine].unsqueeze(0), device),
+        scored=_send(local_scored, device),
+        targets=_send(targets[mine][local_scored], device),
+        temperature=_send(temperatures[mine][local_scored], device),
+        predicted=_send(predicted, device),
+        predictors=_send(predictors, device),
         tokens=len(token_ids),
+        local=len(mine),
     )
+
+
+def _send(x: Tensor, device: torch.device) -> Tensor:
+    # Copies to the device are safe without waiting: the host's memory has been read when the call returns.
+    return x.to(device, non_blocking=True)
 
 
 def _bucket_members(lengths: Int[Tensor, " rows"]) -> Iterator[Int[Tensor, " members"]]:

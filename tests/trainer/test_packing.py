@@ -28,9 +28,11 @@ def test_every_token_is_predicted_from_its_predecessor(lengths, context, multipl
         tokens, cu_seqlens, layout = lay_out(lengths, context=context, context_rank=rank, multiple=multiple)
         assert layout.token_ids.size(1) % multiple == 0
         assert layout.token_ids.size(1) > 0
-        assert layout.token_ids.size(1) == len(layout.targets) == len(layout.packing.positions)
-        whole_targets.append(layout.targets)
-        whole_temperature.append(layout.temperature)
+        assert layout.token_ids.size(1) == layout.local == len(layout.packing.positions)
+        assert len(layout.scored) == len(layout.targets) == len(layout.temperature)
+        spread = torch.zeros(layout.local, dtype=torch.long).index_copy(0, layout.scored, layout.targets)
+        whole_targets.append(spread)
+        whole_temperature.append(torch.zeros(layout.local).index_copy(0, layout.scored, layout.temperature))
     assert len({len(targets) for targets in whole_targets}) == 1  # the ranks share evenly
     targets, temperature = torch.cat(whole_targets), torch.cat(whole_temperature)
     if context > 1:

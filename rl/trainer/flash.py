@@ -1,0 +1,86 @@
+"""PyTorch's FlashAttention over packed sequences: one call for a whole micro-batch, without padding.
+
+A *span* is a run of consecutive tokens of one sample on this rank that attends to the sample up to its own end. Without
+context parallelism each sample is one span. Under it a rank holds two spans of each sample, and the keys that a span
+sees are copied end to end out of the gathered ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int, Int32
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Spans:
+    """On the device. The longest lengths are known on the host, so that no layer waits for the device."""
+
+    query_edges: Int32[Tensor, " spans+1"]
+    key_edges: Int32[Tensor, " spans+1"]
+    longest_query: int
+    longest_key: int
+    keys: Int[Tensor, " span_keys"] | None
+    """Which of the gathered tokens (rank-major) each key is; None for all, in order."""
+
+
+def make_spans(
+    rows: Int[Tensor, " samples"], context: int, rank: int, gathered_order: Tensor | None, device: torch.device
+) -> Spans:
+    """The spans of padded samples, on the CPU in and on ``device`` out.
+
+    Args:
+        rows: lengths; multiples of ``2 · context`` under context parallelism.
+        gathered_order: place of each token in the gathered keys (see ``Packing``), on the CPU.
+    """
+    if context == 1:
+        edges = _edges(rows, device)
+        longest = int(rows.max())
+        return Spans(edges, edges, longest, longest, None)
+    piece = rows // (2 * context)
+    queries = torch.stack([piece, piece], 1).flatten()
+    # A span ends where its chunk does: chunk ``rank`` and, counted from the end, the same again.
+    lengths = torch.stack([piece * (rank + 1), piece * (2 * context - rank)], 1).flatten()
+    starts = torch.repeat_interleave(rows.cumsum(0) - rows, 2)
+    offset = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    assert gathered_order is not None
+    keys = gathered_order[torch.repeat_interleave(starts, lengths) + offset]
+    return Spans(
+        _edges(queries, device),
+        _edges(lengths, device),
+        int(queries.max()),
+        int(lengths.max()),
+        keys.to(device, non_blocking=True),
+    )
+
+
+def _edges(lengths: Int[Tensor, " spans"], device: torch.device) -> Int32[Tensor, " spans+1"]:
+    edges = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    return edges.int().to(device, non_blocking=True)
+
+
+def flash_attention(
+    query: Float[Tensor, "tokens heads dim"],
+    key: Float[Tensor, "keys kv_heads dim"],
+    value: Float[Tensor, "keys kv_heads dim"],
+    spans: Spans,
+    scale: float | None,
+) -> Float[Tensor, "tokens heads dim"]:
+    """Causal attention inside each span, aligned at its end; bfloat16 or float16 on CUDA, ``dim`` a multiple of 8 up to
+    256, the same for queries, keys and values."""
+    output, *_ = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        spans.query_edges,
+        spans.key_edges,
+        spans.longest_query,
+        spans.longest_key,
+        0.0,
+        True,
+        False,
+        scale=scale,
+    )
+    return output
