@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float32, Int
+from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
 from algorithms.types import LossInputs, RolloutBatch, Targets
@@ -25,6 +25,10 @@ class TrainBatch:
     token_ids: Int[Tensor, " tokens"]
     temperature: Float32[Tensor, " samples"]
     rollout: RolloutBatch
+    scored: Bool[Tensor, " tokens"]
+    """Tokens whose log-probs are computed: at first those of the action mask."""
+    routed_experts: Int[Tensor, "tokens layers top_k"] | None = None
+    """The engine's choice of experts (int32), -1 for the tokens of trajectories without; None if none has any."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class SampleTokens:
     temperature: Float32[Tensor, " samples"]
     index: Int[Tensor, " tokens"]
     """Place of each of these tokens in the whole batch."""
+    scored: Bool[Tensor, " tokens"]
+    routed_experts: Int[Tensor, "tokens layers top_k"] | None = None
 
 
 def build_batch(
@@ -90,7 +96,27 @@ def build_batch(
         repeated=torch.from_numpy(repeated),
     )
     temperature = torch.tensor([t.temperature for t in trajectories], dtype=torch.float32)
-    return TrainBatch(_joined([t.token_ids for t in trajectories]), temperature, batch)
+    return TrainBatch(
+        _joined([t.token_ids for t in trajectories]),
+        temperature,
+        batch,
+        batch.action_mask,
+        _routed_experts(trajectories),
+    )
+
+
+def _routed_experts(trajectories: Sequence[Trajectory]) -> Int[Tensor, "tokens layers top_k"] | None:
+    shapes = {t.routed_experts.shape[1:] for t in trajectories if t.routed_experts is not None}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise ValueError(f"routed_experts have different (layers, top_k): {sorted(shapes)}")
+    shape = shapes.pop()
+    unrecorded = np.int32(-1)
+    parts = [
+        np.full((len(t), *shape), unrecorded) if t.routed_experts is None else t.routed_experts for t in trajectories
+    ]
+    return _joined(parts)
 
 
 def _joined(arrays: list[np.ndarray]) -> Tensor:
@@ -205,7 +231,10 @@ def take_samples(batch: TrainBatch, samples: Sequence[int]) -> SampleTokens:
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
     shift = torch.repeat_interleave(starts - cu_seqlens[:-1], lengths)
     index = torch.arange(int(cu_seqlens[-1])) + shift
-    return SampleTokens(batch.token_ids[index], cu_seqlens, batch.temperature[chosen], index)
+    routed = None if batch.routed_experts is None else batch.routed_experts[index]
+    return SampleTokens(
+        batch.token_ids[index], cu_seqlens, batch.temperature[chosen], index, batch.scored[index], routed
+    )
 
 
 def loss_inputs(

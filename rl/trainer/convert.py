@@ -1,22 +1,15 @@
 """Weights between Hugging Face directories and this rank's part of the Megatron model, bit for bit.
 
-Each Megatron tensor is made of one or more Hugging Face tensors in a *whole* form of which tensor-parallel rank ``r``
-holds the ``r``-th equal piece along one axis:
-
-    copied       the tensor itself, no axis
-    vocabulary   rows padded with zeros to a multiple of the ranks, axis 0
-    qkv          [kv_heads, (queries per kv head + 2) · head_dim, hidden], axis 0
-    gate_up      [2, intermediate, hidden], axis 1
-    row          the tensor itself, axis 1
+``weights_of`` lists every tensor of the whole model; ``rl.trainer.weight_forms`` says how each is made and cut. A rank
+reads and holds its own part alone, one tensor at a time.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 import torch
@@ -27,13 +20,17 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from rl.trainer import platform
+from rl.trainer.config import ParallelConfig
 from rl.trainer.directories import finish_partial, fsync_tree, start_partial
 
 platform.install()
 
 from megatron.core import parallel_state  # noqa: E402  (needs the platform)
 
-from rl.trainer.model import PolicyModel  # noqa: E402
+from rl.trainer.families.registry import family_of  # noqa: E402
+from rl.trainer.model import Trunk  # noqa: E402
+from rl.trainer.value import ValueModel  # noqa: E402
+from rl.trainer.weight_forms import AXIS, Form, Weight, copied  # noqa: E402
 
 TOKENIZER_PATTERNS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*"),
@@ -42,143 +39,97 @@ TOKENIZER_PATTERNS = (
 SHARD_BYTES = 4 * 2**30
 DERIVED_SUFFIX = "rotary_emb.inv_freq"
 """Old checkpoints carry the rotary frequencies, which the config determines."""
+VALUE_HEAD = "value_head.weight"
+"""Name of a value model's head in a Hugging Face directory."""
 
 
 class WeightMismatchError(ValueError):
     """A tensor is missing, unknown, or of another shape than the config says."""
 
 
-class Form(StrEnum):
-    COPIED = "copied"
-    VOCABULARY = "vocabulary"
-    QKV = "qkv"
-    GATE_UP = "gate_up"
-    ROW = "row"
+def weights_of(hf: PretrainedConfig, parallel: ParallelConfig, value: bool = False) -> list[Weight]:
+    """Every tensor of the model, in the order of the forward pass.
 
-
-AXIS = {Form.COPIED: None, Form.VOCABULARY: 0, Form.QKV: 0, Form.GATE_UP: 1, Form.ROW: 1}
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One Megatron tensor of the whole model and the Hugging Face tensors that it is made of."""
-
-    megatron: str
-    """Its name in the module of its stage."""
-    stage: int
-    hf: Mapping[str, tuple[int, ...]]
-    """Names and shapes."""
-    form: Form
-    whole: tuple[int, ...]
-    """Shape of the whole form."""
-    exported: bool = True
-    """False for the last stage's copy of a tied embedding."""
-
-    def fuse(self, tensors: list[Tensor]) -> Tensor:
-        """The whole form of the Hugging Face tensors, in their order."""
-        match self.form:
-            case Form.QKV:
-                heads = self.whole[0]
-                return torch.cat([t.view(heads, -1, self.whole[2]) for t in tensors], dim=1)
-            case Form.GATE_UP:
-                return torch.stack(tensors)
-            case Form.VOCABULARY:
-                padding = tensors[0].new_zeros(self.whole[0] - len(tensors[0]), self.whole[1])
-                return torch.cat([tensors[0], padding])
-            case Form.COPIED | Form.ROW:
-                return tensors[0]
-
-    def split(self, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The Hugging Face tensors, each with its name."""
-        shapes = list(self.hf.values())
-        match self.form:
-            case Form.QKV:
-                heads, _, hidden = self.whole
-                parts = whole.split([shape[0] // heads for shape in shapes], dim=1)
-                tensors = [part.reshape(-1, hidden) for part in parts]
-            case Form.GATE_UP:
-                tensors = list(whole)
-            case Form.VOCABULARY:
-                tensors = [whole[: shapes[0][0]]]
-            case Form.COPIED | Form.ROW:
-                tensors = [whole]
-        yield from zip(self.hf, (t.contiguous() for t in tensors), strict=True)
-
-    def piece(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        axis = AXIS[self.form]
-        return whole if axis is None else whole.chunk(ranks, dim=axis)[rank]
-
-    def piece_shape(self, ranks: int) -> tuple[int, ...]:
-        axis = AXIS[self.form]
-        return tuple(size // ranks if dim == axis else size for dim, size in enumerate(self.whole))
-
-
-def weights_of(hf: PretrainedConfig, tensor: int, pipeline: int) -> list[Weight]:
-    """Every tensor of the model, in the order of the forward pass."""
+    Args:
+        value: the model ends in a value head instead of the output projection.
+    """
     hidden, vocabulary = hf.hidden_size, hf.vocab_size
-    padded = -(-vocabulary // tensor) * tensor
+    padded = -(-vocabulary // parallel.tensor) * parallel.tensor
     table = {"model.embed_tokens.weight": (vocabulary, hidden)}
-    embedding = Weight("embedding.word_embeddings.weight", 0, table, Form.VOCABULARY, (padded, hidden))
+    embedding = Weight("embedding.word_embeddings.weight", table, Form.VOCABULARY, (padded, hidden))
     weights = [embedding]
     for layer in range(hf.num_hidden_layers):
-        weights += _layer_weights(hf, layer, hf.num_hidden_layers // pipeline)
-    last = pipeline - 1
-    norm = {"model.norm.weight": (hidden,)}
-    weights.append(Weight("decoder.final_layernorm.weight", last, norm, Form.COPIED, (hidden,)))
-    if not hf.tie_word_embeddings:
-        head = {"lm_head.weight": (vocabulary, hidden)}
-        weights.append(Weight("output_layer.weight", last, head, Form.VOCABULARY, embedding.whole))
-    elif pipeline > 1:
-        weights.append(Weight("output_layer.weight", last, table, Form.VOCABULARY, embedding.whole, exported=False))
+        weights += _layer_weights(hf, layer, hf.num_hidden_layers // parallel.pipeline)
+    last = parallel.pipeline - 1
+    norm = copied("decoder.final_layernorm.weight", "model.norm.weight", hidden)
+    weights.append(norm.placed("", "", last))
+    if value:
+        head = copied("value_head.weight", VALUE_HEAD, 1, hidden)
+        weights.append(head.placed("", "", last))
+    elif not hf.tie_word_embeddings:
+        rows = {"lm_head.weight": (vocabulary, hidden)}
+        weights.append(Weight("output_layer.weight", rows, Form.VOCABULARY, embedding.whole, last))
+    elif parallel.pipeline > 1:
+        shape = embedding.whole
+        weights.append(Weight("output_layer.weight", table, Form.VOCABULARY, shape, last, exported=False))
     return weights
 
 
 def _layer_weights(hf: PretrainedConfig, layer: int, layers_per_stage: int) -> list[Weight]:
-    hidden, intermediate, head = hf.hidden_size, hf.intermediate_size, hf.head_dim
-    heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
-    source = f"model.layers.{layer}."
-    target = f"decoder.layers.{layer % layers_per_stage}."
-    queries_per_head = heads // kv_heads
-    qkv = {
-        f"{source}self_attn.q_proj.weight": (heads * head, hidden),
-        f"{source}self_attn.k_proj.weight": (kv_heads * head, hidden),
-        f"{source}self_attn.v_proj.weight": (kv_heads * head, hidden),
-    }
-    gate_up = {
-        f"{source}mlp.gate_proj.weight": (intermediate, hidden),
-        f"{source}mlp.up_proj.weight": (intermediate, hidden),
-    }
-
-    def copied(megatron: str, name: str, size: int) -> Weight:
-        return Weight(target + megatron, layer // layers_per_stage, {source + name: (size,)}, Form.COPIED, (size,))
-
-    def stage(megatron: str, tensors: Mapping[str, tuple[int, ...]], form: Form, whole: tuple[int, ...]) -> Weight:
-        return Weight(target + megatron, layer // layers_per_stage, tensors, form, whole)
-
+    family, hidden = family_of(hf), hf.hidden_size
     weights = [
         copied("input_layernorm.weight", "input_layernorm.weight", hidden),
-        stage("self_attention.linear_qkv.weight", qkv, Form.QKV, (kv_heads, (queries_per_head + 2) * head, hidden)),
-        stage(
-            "self_attention.linear_proj.weight",
-            {f"{source}self_attn.o_proj.weight": (hidden, heads * head)},
-            Form.ROW,
-            (hidden, heads * head),
-        ),
+        *family.attention_weights(hf, layer),
         copied("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hidden),
-        stage("mlp.linear_fc1.weight", gate_up, Form.GATE_UP, (2, intermediate, hidden)),
-        stage(
-            "mlp.linear_fc2.weight",
-            {f"{source}mlp.down_proj.weight": (hidden, intermediate)},
-            Form.ROW,
-            (hidden, intermediate),
-        ),
+        *family.mlp_weights(hf, layer),
     ]
-    if hf.model_type == "qwen3":
-        weights += [
-            copied("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", head),
-            copied("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", head),
-        ]
-    return weights
+    target, source = f"decoder.layers.{layer % layers_per_stage}.", f"model.layers.{layer}."
+    return [weight.placed(target, source, layer // layers_per_stage) for weight in weights]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Which part of each weight this rank has."""
+
+    stage: int
+    tensor: dist.ProcessGroup
+    expert_tensor: dist.ProcessGroup
+    expert: dist.ProcessGroup
+    experts: int
+    """That one rank has of each layer; 0 in a model without."""
+
+    @classmethod
+    def of(cls, model: Trunk) -> _Place:
+        expert = parallel_state.get_expert_model_parallel_group()
+        return cls(
+            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            tensor=parallel_state.get_tensor_model_parallel_group(),
+            expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
+            expert=expert,
+            experts=(model.config.num_moe_experts or 0) // expert.size(),
+        )
+
+    def has(self, weight: Weight) -> bool:
+        return weight.stage == self.stage and (weight.expert is None or self.owner(weight.expert) == self.expert.rank())
+
+    def owner(self, expert: int) -> int:
+        """Rank in the expert-parallel group that has this expert."""
+        return expert // self.experts
+
+    def name(self, weight: Weight) -> str:
+        """Its name on the rank that has it."""
+        if weight.expert is None:
+            return weight.megatron
+        return weight.megatron.replace(f".{weight.expert}.linear", f".{weight.expert % self.experts}.linear")
+
+    def pieces(self, weight: Weight) -> dist.ProcessGroup:
+        """The ranks that have the pieces of this weight."""
+        return self.tensor if weight.expert is None else self.expert_tensor
+
+
+def _state(model: Trunk) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of this rank."""
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
 
 
 def _files_by_tensor(directory: Path) -> dict[str, Path]:
@@ -193,33 +144,46 @@ def _files_by_tensor(directory: Path) -> dict[str, Path]:
 
 
 @torch.no_grad()
-def load_hf(model: PolicyModel, hf: PretrainedConfig, directory: Path) -> None:
-    """Fill this rank's parameters from a Hugging Face directory; the dtype becomes the model's.
+def load_hf(model: Trunk, hf: PretrainedConfig, directory: Path) -> None:
+    """Fill this rank's tensors from a Hugging Face directory; the dtype becomes the model's.
+
+    A value model takes a policy's directory, and then starts with a head of zeros. Layers that predict more than one
+    token ahead (beyond ``num_hidden_layers``) are not trained and not read.
 
     Raises:
         WeightMismatchError: names every tensor that is missing or unknown, or the one whose shape differs.
     """
-    tensor = parallel_state.get_tensor_model_parallel_group()
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    ranks, rank, stage = tensor.size(), tensor.rank(), pipeline.rank()
-    weights = weights_of(hf, ranks, pipeline.size())
+    place, value = _Place.of(model), isinstance(model, ValueModel)
+    weights = weights_of(hf, model.parallel, value)
     files = _files_by_tensor(directory)
     expected = {name for weight in weights for name in weight.hf}
-    allowed = {"lm_head.weight"} if hf.tie_word_embeddings else set()
-    unknown = sorted(n for n in files.keys() - expected - allowed if not n.endswith(DERIVED_SUFFIX))
-    missing = sorted(expected - files.keys())
+    optional = {VALUE_HEAD} if value else set()
+    allowed = {"lm_head.weight"} if value or hf.tie_word_embeddings else set()
+    unknown = sorted(n for n in files.keys() - expected - allowed if not _left_out(n, hf))
+    missing = sorted(expected - files.keys() - optional)
     if unknown or missing:
         raise WeightMismatchError(f"{directory}: missing tensors {missing}, unknown tensors {unknown}")
 
-    parameters = dict(model.named_parameters())
-    mine = [weight for weight in weights if weight.stage == stage]
-    if parameters.keys() != {weight.megatron for weight in mine}:
-        different = sorted(parameters.keys() ^ {weight.megatron for weight in mine})
+    state = _state(model)
+    mine = {place.name(weight): weight for weight in weights if place.has(weight)}
+    if state.keys() != mine.keys():
+        different = sorted(state.keys() ^ mine.keys())
         raise WeightMismatchError(f"{directory}: these parameters have no counterpart: {different}")
-    for weight in mine:
-        tensors = [_read(files[name], name, shape) for name, shape in weight.hf.items()]
-        parameter = parameters[weight.megatron]
-        parameter.copy_(weight.piece(weight.fuse(tensors), rank, ranks).reshape(parameter.shape))
+    for name, weight in mine.items():
+        if optional & weight.hf.keys() - files.keys():
+            state[name].zero_()
+            continue
+        tensors = [_read(files[source], source, shape) for source, shape in weight.hf.items()]
+        group = place.pieces(weight)
+        piece = weight.piece(weight.fuse(tensors), group.rank(), group.size())
+        state[name].copy_(piece.reshape(state[name].shape))
+
+
+def _left_out(name: str, hf: PretrainedConfig) -> bool:
+    """Whether a directory may have this tensor without the model needing it."""
+    predictors = getattr(hf, "num_nextn_predict_layers", 0) or 0
+    ahead = [f"model.layers.{hf.num_hidden_layers + index}." for index in range(predictors)]
+    return name.endswith(DERIVED_SUFFIX) or name.startswith(tuple(ahead))
 
 
 def _read(path: Path, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -231,33 +195,40 @@ def _read(path: Path, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 @torch.no_grad()
-def export_weights(model: PolicyModel, hf: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
+def export_weights(model: Trunk, hf: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
     """Every Hugging Face tensor of the model, on this rank's device and in the model's dtype.
 
-    A collective of the tensor- and pipeline-parallel ranks: each must take the iterator to its end, and each gets
-    every tensor. One Megatron tensor exists in whole at a time.
+    A collective of all ranks: each must take the iterator to its end, and each gets every tensor. One Megatron tensor
+    exists in whole at a time.
     """
-    group = parallel_state.get_tensor_model_parallel_group()
+    place, state = _Place.of(model), _state(model)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    ranks, stage = group.size(), pipeline.rank()
-    parameters = dict(model.named_parameters())
-    for weight in weights_of(hf, ranks, pipeline.size()):
+    for weight in weights_of(hf, model.parallel, isinstance(model, ValueModel)):
         if not weight.exported:
             continue
-        shape = weight.piece_shape(ranks)
-        if weight.stage == stage:
-            piece = parameters[weight.megatron].detach().reshape(shape)
+        group = place.pieces(weight)
+        shape = weight.piece_shape(group.size())
+        if place.has(weight):
+            piece = state[place.name(weight)].detach().reshape(shape)
         else:
-            piece = torch.empty(shape, dtype=model.config.params_dtype, device=platform.device())
+            dtype = torch.float32 if weight.float32 else model.config.params_dtype
+            piece = torch.empty(shape, dtype=dtype, device=platform.device())
+        if weight.expert is not None and place.expert.size() > 1 and weight.stage == place.stage:
+            piece = _broadcast(piece, place.owner(weight.expert), place.expert)
         if pipeline.size() > 1:
-            piece = piece.clone()
-            dist.broadcast(piece, dist.get_global_rank(pipeline, weight.stage), group=pipeline)
+            piece = _broadcast(piece, weight.stage, pipeline)
         axis = AXIS[weight.form]
-        if axis is not None and ranks > 1:
-            pieces = [torch.empty_like(piece) for _ in range(ranks)]
+        if axis is not None and group.size() > 1:
+            pieces = [torch.empty_like(piece) for _ in range(group.size())]
             dist.all_gather(pieces, piece.contiguous(), group=group)
             piece = torch.cat(pieces, dim=axis)
         yield from weight.split(piece)
+
+
+def _broadcast(piece: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:
+    piece = piece.clone()  # the sender's may be the parameter itself
+    dist.broadcast(piece, dist.get_global_rank(group, rank), group=group)
+    return piece
 
 
 def save_hf(weights: Iterable[tuple[str, Tensor]], source: Path, target: Path, dtype: str) -> None:

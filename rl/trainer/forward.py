@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float32
+from jaxtyping import Float32, Int
 from torch import Tensor
 
 from rl.batch import SampleTokens, TrainBatch, take_samples
@@ -23,11 +23,18 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rl.trainer.head import token_logprobs
-from rl.trainer.model import PolicyModel
+from rl.trainer.moe import check_record
 from rl.trainer.packing import Layout, build_layout
+from rl.trainer.topk import token_topk
+from rl.trainer.value import token_values
 
 MicroBatchLoss = Callable[[SampleTokens, Tensor, Tensor], Tensor]
 """``(samples, log-probs, entropies) → scalar loss``, called on the last stage once a micro-batch that has samples."""
+ValueLoss = Callable[[SampleTokens, Tensor], Tensor]
+"""``(samples, values) → scalar loss``, likewise."""
+Finish = Callable[[SampleTokens, Layout, Tensor], Tensor]
+"""``(samples, layout, last hidden state) → scalar loss``, called on the last stage once a micro-batch, also an empty
+one, for which the loss must be 0 but depend on every parameter of the head."""
 
 
 def lay_out(taken: SampleTokens, config: TrainerConfig) -> Layout:
@@ -40,15 +47,18 @@ def lay_out(taken: SampleTokens, config: TrainerConfig) -> Layout:
         context=config.parallel.context,
         context_rank=parallel_state.get_context_parallel_rank(),
         multiple=config.parallel.tensor if config.parallel.sequence_parallel else 1,
+        scored=taken.scored,
+        routed_experts=taken.routed_experts,
+        flash=platform.device().type == "cuda" and config.dtype == "bfloat16",
     )
 
 
-def run_passes(
+def run_schedule(
     module: DistributedDataParallel,
     batch: TrainBatch,
     micro_batches: Sequence[Sequence[int]],
     config: TrainerConfig,
-    loss: MicroBatchLoss,
+    finish: Finish,
     backward: bool,
 ) -> None:
     """Forward, and with ``backward`` also backward, passes over this data-parallel rank's micro-batches.
@@ -56,21 +66,23 @@ def run_passes(
     The gradient is that of the *sum* of the micro-batches' losses over all data-parallel ranks, summed over them when
     the last micro-batch is done. An empty micro-batch runs through the model with a token of padding, because other
     ranks may wait for its collectives; its loss is 0.
-    """
-    model: PolicyModel = module.module
 
-    def finish(taken: SampleTokens, layout: Layout, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
-        logprobs, entropy = token_logprobs(model, hidden, layout, config.logits_chunk_tokens)
-        # The zero keeps the graph, so that the backward pass visits every parameter.
-        value = loss(taken, logprobs, entropy) if layout.tokens else logprobs.sum() * 0.0
+    Raises:
+        ValueError: the batch has routed experts that are not of this model.
+    """
+
+    def end(taken: SampleTokens, layout: Layout, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
+        loss = finish(taken, layout, hidden)
         # Three values, the second a count that is not used: with two, Megatron would divide by the micro-batches.
-        return value, torch.zeros((), dtype=torch.int, device=value.device), None
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), None
 
     def forward_step(iterator: Iterator[Sequence[int]], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         taken = take_samples(batch, next(iterator))
+        if taken.routed_experts is not None:
+            check_record(taken.routed_experts, module.config)
         layout = lay_out(taken, config)
         hidden = module(layout.token_ids, None, None, packed_seq_params=layout.packing)
-        return hidden, partial(finish, taken, layout)
+        return hidden, partial(end, taken, layout)
 
     with torch.set_grad_enabled(backward):
         get_forward_backward_func()(
@@ -84,6 +96,41 @@ def run_passes(
         )
 
 
+def run_passes(
+    module: DistributedDataParallel,
+    batch: TrainBatch,
+    micro_batches: Sequence[Sequence[int]],
+    config: TrainerConfig,
+    loss: MicroBatchLoss,
+    backward: bool,
+) -> None:
+    """``run_schedule`` of a language model with a loss of log-probs and entropies."""
+
+    def finish(taken: SampleTokens, layout: Layout, hidden: Tensor) -> Tensor:
+        logprobs, entropy = token_logprobs(module.module, hidden, layout, config.logits_chunk_tokens)
+        # The zero keeps the graph, so that the backward pass visits every parameter.
+        return loss(taken, logprobs, entropy) if layout.tokens else logprobs.sum() * 0.0
+
+    run_schedule(module, batch, micro_batches, config, finish, backward)
+
+
+def run_value_passes(
+    module: DistributedDataParallel,
+    batch: TrainBatch,
+    micro_batches: Sequence[Sequence[int]],
+    config: TrainerConfig,
+    loss: ValueLoss,
+    backward: bool,
+) -> None:
+    """``run_schedule`` of a value model with a loss of values."""
+
+    def finish(taken: SampleTokens, layout: Layout, hidden: Tensor) -> Tensor:
+        values = token_values(module.module, hidden, layout)
+        return loss(taken, values) if layout.tokens else values.sum() * 0.0
+
+    run_schedule(module, batch, micro_batches, config, finish, backward)
+
+
 def batch_logprobs(
     module: DistributedDataParallel,
     batch: TrainBatch,
@@ -92,20 +139,70 @@ def batch_logprobs(
 ) -> tuple[Float32[Tensor, " tokens"], Float32[Tensor, " tokens"]]:
     """Log-probs and entropies of the whole global batch's tokens under the current weights, on the CPU of every rank.
 
-    Tokens of samples that no rank has in its micro-batches get 0, as does the first token of each sample.
+    Tokens that are not scored get 0, as do those of samples that no rank has in its micro-batches, and the first token
+    of each sample.
     """
-    whole = torch.zeros(2, len(batch.token_ids), device=platform.device())
+    whole = torch.zeros(len(batch.token_ids), 2, device=platform.device())
 
     def keep(taken: SampleTokens, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        index = taken.index.to(whole.device)
-        whole[:, index] = torch.stack([logprobs, entropy])
+        _keep(whole, taken, torch.stack([logprobs, entropy], dim=-1))
         return logprobs.sum()
 
     run_passes(module, batch, micro_batches, config, keep, backward=False)
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    # Each sample is on one data-parallel rank alone, so that the sum only adds zeros.
+    logprobs, entropy = _on_every_rank(whole).unbind(-1)
+    return logprobs, entropy
+
+
+def batch_values(
+    module: DistributedDataParallel,
+    batch: TrainBatch,
+    micro_batches: Sequence[Sequence[int]],
+    config: TrainerConfig,
+) -> Float32[Tensor, " tokens"]:
+    """Values of the whole global batch's tokens by a value model, on the CPU of every rank; 0 where ``batch_logprobs``
+    has 0."""
+    whole = torch.zeros(len(batch.token_ids), device=platform.device())
+
+    def keep(taken: SampleTokens, values: Tensor) -> Tensor:
+        _keep(whole, taken, values)
+        return values.sum()
+
+    run_value_passes(module, batch, micro_batches, config, keep, backward=False)
+    return _on_every_rank(whole)
+
+
+def batch_topk(
+    module: DistributedDataParallel,
+    batch: TrainBatch,
+    micro_batches: Sequence[Sequence[int]],
+    config: TrainerConfig,
+    k: int,
+) -> tuple[Float32[Tensor, "tokens k"], Int[Tensor, "tokens k"]]:
+    """For each token of the whole global batch the ``k`` most likely tokens in its place: their log-probs, descending,
+    and their ids, on the CPU of every rank; zeros where ``batch_logprobs`` has 0."""
+    logprobs = torch.zeros(len(batch.token_ids), k, device=platform.device())
+    ids = torch.zeros_like(logprobs, dtype=torch.int32)
+
+    def finish(taken: SampleTokens, layout: Layout, hidden: Tensor) -> Tensor:
+        values, chosen = token_topk(module.module, hidden, layout, k, config.logits_chunk_tokens)
+        _keep(logprobs, taken, values)
+        _keep(ids, taken, chosen)
+        return values.sum()
+
+    run_schedule(module, batch, micro_batches, config, finish, backward=False)
+    return _on_every_rank(logprobs), _on_every_rank(ids)
+
+
+def _keep(whole: Tensor, taken: SampleTokens, part: Tensor) -> None:
+    """Put what is known of some samples' tokens into its place."""
+    whole[taken.index.to(whole.device, non_blocking=True)] = part
+
+
+def _on_every_rank(whole: Tensor) -> Tensor:
+    """What the ranks have put together, on the CPU. Each sample is on one data-parallel rank alone, so that the sum
+    only adds zeros."""
     dist.all_reduce(whole, group=parallel_state.get_data_parallel_group())
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
     if pipeline.size() > 1:
         dist.broadcast(whole, parallel_state.get_pipeline_model_parallel_last_rank(), group=pipeline)
-    logprobs, entropy = whole.cpu()
-    return logprobs, entropy
+    return whole.cpu()

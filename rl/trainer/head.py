@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Float32, Int
+from jaxtyping import Bool, Float, Float32, Int, Shaped
 from torch import Tensor
 
 from rl.trainer import platform
@@ -176,9 +176,9 @@ class _GatherContext(torch.autograd.Function):
     the gradient of a rank's part is its slice, not a sum over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Float32[Tensor, " local"], group: dist.ProcessGroup) -> Float32[Tensor, " padded"]:
+    def forward(ctx: Any, x: Shaped[Tensor, "local ..."], group: dist.ProcessGroup) -> Shaped[Tensor, "padded ..."]:
         ctx.rank, ctx.length = group.rank(), len(x)
-        gathered = x.new_empty(group.size() * len(x))
+        gathered = x.new_empty(group.size() * len(x), *x.shape[1:])
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
         return gathered
 
@@ -213,10 +213,13 @@ def token_logprobs(
     return logprobs, entropy
 
 
-def to_tokens(x: Float32[Tensor, " local_scored"], layout: Layout) -> Float32[Tensor, " tokens"]:
-    x = x.new_zeros(layout.local).index_copy(0, layout.scored, x)
+def to_tokens(x: Shaped[Tensor, "local_scored ..."], layout: Layout) -> Shaped[Tensor, "tokens ..."]:
+    """What this rank's scored positions say of the next token, moved to the tokens that it is about, of all
+    context-parallel ranks; 0 for the other tokens."""
+    rest = x.shape[1:]
+    x = x.new_zeros(layout.local, *rest).index_copy(0, layout.scored, x)
     if layout.packing.gathered_order is not None:
         x = _GatherContext.apply(x, parallel_state.get_context_parallel_group())
         x = x.index_select(0, layout.packing.gathered_order)
-    tokens = x.new_zeros(layout.tokens)
+    tokens = x.new_zeros(layout.tokens, *rest)
     return tokens.index_copy(0, layout.predicted, x.index_select(0, layout.predictors))

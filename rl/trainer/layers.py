@@ -1,4 +1,4 @@
-"""Our own core attention, RMSNorm and rotary embedding, and the layer specification that puts them into Megatron.
+"""Our own core attention, RMSNorm and rotary embedding.
 
 They run on any device that PyTorch does, pack samples without crossing them, and work under tensor, sequence and
 context parallelism, which Megatron's local attention refuses.
@@ -12,19 +12,19 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor, nn
 
 from rl.trainer import platform
+from rl.trainer.flash import Spans, flash_attention
 
 platform.install()
 
 # ruff: noqa: E402  (Megatron needs the platform installed first)
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from rl.trainer.dense_layer import rms_norm
 from rl.trainer.packing import Packing
 
 
@@ -65,6 +65,8 @@ class PackedAttention(MegatronModule):
             raise ValueError("PackedAttention needs a Packing")
         packing = packed_seq_params
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        if packing.spans is not None:
+            return self._flash(query, key, value, packing.spans)
         if packing.gathered_order is not None:
             key, value = (
                 gather_from_sequence_parallel_region(x.contiguous(), group=self.context_group).index_select(
@@ -91,6 +93,23 @@ class PackedAttention(MegatronModule):
             output = output.index_select(0, packing.order)
         return output.reshape(output.size(0), 1, -1)
 
+    def _flash(
+        self,
+        query: Float[Tensor, "local heads dim"],
+        key: Float[Tensor, "local kv_heads dim"],
+        value: Float[Tensor, "local kv_heads dim"],
+        spans: Spans,
+    ) -> Float[Tensor, "local 1 heads*dim"]:
+        if spans.keys is not None:
+            key, value = (
+                gather_from_sequence_parallel_region(x.contiguous(), group=self.context_group).index_select(
+                    0, spans.keys
+                )
+                for x in (key, value)
+            )
+        output = flash_attention(query, key, value, spans, self.scale)
+        return output.reshape(output.size(0), 1, -1)
+
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm in fp32, scaled in the parameters' dtype, as the Hugging Face models do it."""
@@ -103,7 +122,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Float[Tensor, "*dims hidden"]) -> Float[Tensor, "*dims hidden"]:
-        return F.rms_norm(x.float(), (x.size(-1),), None, self.eps).to(x.dtype) * self.weight
+        return rms_norm(x, self.weight, self.eps)
 
 
 class PackedRotaryEmbedding(nn.Module):
@@ -131,14 +150,3 @@ class PackedRotaryEmbedding(nn.Module):
     ) -> Float32[Tensor, "local 1 1 dim"]:
         angles = torch.outer(positions.float(), self.inverse_frequencies)
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
-
-
-def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Megatron's local layers with our attention and norms, for this pipeline stage."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)

@@ -21,15 +21,12 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from rl.trainer.layers import PackedRotaryEmbedding, layer_spec
+from rl.trainer.families.base import UnsupportedModelError
+from rl.trainer.families.registry import family_of
+from rl.trainer.layers import PackedRotaryEmbedding
+from rl.trainer.specs import block_spec
 
-ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
-ROPE_TYPES = ("default", "linear", "llama3")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class UnsupportedModelError(ValueError):
-    """The Hugging Face config asks for something that this trainer does not compute."""
 
 
 def read_hf_config(directory: Path) -> PretrainedConfig:
@@ -42,22 +39,13 @@ def read_hf_config(directory: Path) -> PretrainedConfig:
     if not (directory / "config.json").is_file():
         raise FileNotFoundError(f"{directory} has no config.json")
     hf = AutoConfig.from_pretrained(directory, local_files_only=True)
-    architecture = (hf.architectures or ["none"])[0]
-    if architecture not in ARCHITECTURES:
-        raise UnsupportedModelError(f"architecture {architecture} is not supported; supported: {ARCHITECTURES}")
+    family = family_of(hf)
     rope_type = hf.rope_parameters["rope_type"]
-    if rope_type not in ROPE_TYPES:
-        raise UnsupportedModelError(f"rope_type {rope_type!r} is not supported; supported: {ROPE_TYPES}")
-    refused = {
-        "attention_bias": hf.attention_bias,
-        "mlp_bias": hf.to_dict().get("mlp_bias", False),
-        "use_sliding_window": hf.to_dict().get("use_sliding_window", False),
-        "attention_dropout": hf.attention_dropout,
-        "partial_rotary_factor": hf.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0,
-    }
-    for name, value in refused.items():
+    if rope_type not in family.rope_types:
+        raise UnsupportedModelError(f"rope_type {rope_type!r} is not supported; supported: {family.rope_types}")
+    for name, value in family.refused(hf).items():
         if value:
-            raise UnsupportedModelError(f"{architecture} with {name} set is not supported")
+            raise UnsupportedModelError(f"{family.architecture} with {name} set is not supported")
     if hf.hidden_act != "silu":
         raise UnsupportedModelError(f"hidden_act {hf.hidden_act!r} is not supported; supported: 'silu'")
     return hf
@@ -67,7 +55,8 @@ def inverse_frequencies(hf: PretrainedConfig) -> Float32[Tensor, " half_dim"]:
     """Rotary frequencies, from the same functions that the Hugging Face model uses."""
     rope = hf.rope_parameters
     if rope["rope_type"] == "default":
-        exponents = torch.arange(0, hf.head_dim, 2, dtype=torch.int64).float() / hf.head_dim
+        rotated = family_of(hf).rotary_dim(hf)
+        exponents = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
         return 1.0 / (rope["rope_theta"] ** exponents)
     frequencies, attention_scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hf, torch.device("cpu"))
     if attention_scaling != 1.0:
@@ -85,26 +74,17 @@ def transformer_config(hf: PretrainedConfig, config: TrainerConfig) -> Transform
     Raises:
         UnsupportedModelError: the layout does not divide the model; names the numbers.
     """
-    parallel = config.parallel
-    for name, count, by in (
-        ("num_attention_heads", hf.num_attention_heads, parallel.tensor),
-        ("num_key_value_heads", hf.num_key_value_heads, parallel.tensor),
-        ("intermediate_size", hf.intermediate_size, parallel.tensor),
-        ("num_hidden_layers", hf.num_hidden_layers, parallel.pipeline),
-    ):
-        if count % by:
-            raise UnsupportedModelError(f"{name} {count} is not a multiple of its parallel size {by}")
+    parallel, family = config.parallel, family_of(hf)
+    family.check_layout(hf, parallel)
+    moe_layers = family.moe_layers(hf)
     dtype = DTYPES[config.dtype]
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         ffn_hidden_size=hf.intermediate_size,
         num_attention_heads=hf.num_attention_heads,
-        num_query_groups=hf.num_key_value_heads,
-        kv_channels=hf.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
-        qk_layernorm=hf.model_type == "qwen3",
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -139,32 +119,49 @@ def transformer_config(hf: PretrainedConfig, config: TrainerConfig) -> Transform
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        # A list, also where all entries are equal, makes checkpoints name each layer by its number; with a pattern
+        # Megatron can't stack them into one tensor.
+        moe_layer_freq=[int(moe) for moe in moe_layers] if any(moe_layers) else 1,
+        moe_router_load_balancing_type="none",
+        **family.options(hf),
     )
 
 
-class PolicyModel(GPTModel):
-    """GPTModel that ends at the last hidden state: ``rl.trainer.head`` goes on from there without full logits."""
+class Trunk(GPTModel):
+    """GPTModel that ends at the last hidden state; what comes after it is not Megatron's."""
 
-    def __init__(self, hf: PretrainedConfig, config: TrainerConfig) -> None:
+    def __init__(self, hf: PretrainedConfig, config: TrainerConfig, tied: bool) -> None:
         options = transformer_config(hf, config)
+        self.parallel = config.parallel
         tensor = config.parallel.tensor
-        per_rank = -(-hf.vocab_size // tensor)
-        if hf.vocab_size <= (tensor - 1) * per_rank:
+        self.rows_per_rank = -(-hf.vocab_size // tensor)
+        if hf.vocab_size <= (tensor - 1) * self.rows_per_rank:
             raise UnsupportedModelError(f"vocab_size {hf.vocab_size} is too small for tensor parallel size {tensor}")
         super().__init__(
             config=options,
-            transformer_layer_spec=layer_spec(options),
-            vocab_size=per_rank * tensor,
+            transformer_layer_spec=block_spec(family_of(hf), hf, options),
+            vocab_size=self.rows_per_rank * tensor,
             max_sequence_length=hf.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             parallel_output=True,
-            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            share_embeddings_and_output_weights=tied,
             position_embedding_type="rope",
         )
         self.rotary_pos_emb = PackedRotaryEmbedding(inverse_frequencies(hf))
+
+    def _postprocess(self, hidden_states: Tensor, **kwargs: object) -> Tensor:
+        return hidden_states
+
+
+class PolicyModel(Trunk):
+    """A language model: ``rl.trainer.head`` goes on from the last hidden state without full logits."""
+
+    def __init__(self, hf: PretrainedConfig, config: TrainerConfig) -> None:
+        super().__init__(hf, config, tied=hf.tie_word_embeddings)
         rank = parallel_state.get_tensor_model_parallel_rank()
-        self.vocab_rows = min(per_rank, hf.vocab_size - rank * per_rank)
+        self.tokens = hf.vocab_size
+        self.vocab_rows = min(self.rows_per_rank, hf.vocab_size - rank * self.rows_per_rank)
         """Rows of this rank's embedding that are tokens; the rest pads the vocabulary to a multiple of the ranks."""
 
     def output_weight(self) -> Float[Tensor, "vocab_part hidden"]:
@@ -172,9 +169,6 @@ class PolicyModel(GPTModel):
         shared = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
         return weight[: self.vocab_rows]
-
-    def _postprocess(self, hidden_states: Tensor, **kwargs: object) -> Tensor:
-        return hidden_states
 
 
 def build_model(hf: PretrainedConfig, config: TrainerConfig) -> PolicyModel:

@@ -242,6 +242,7 @@ class TrainerWorker:
         sample's first token has 0. A collective of all ranks."""
         newest = max((int(t.weight_versions.max()) for t in trajectories if len(t)), default=0)
         batch = build_batch(trajectories, max(newest, 0))
+        batch = dataclasses.replace(batch, scored=torch.ones_like(batch.scored))
         micro_batches, _ = self._plan(batch, range(batch.rollout.samples))
         values, _ = batch_logprobs(self.loaded.module, batch, micro_batches, self.config)
         return np.split(values.numpy(), batch.rollout.cu_seqlens[1:-1].tolist())

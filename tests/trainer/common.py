@@ -68,7 +68,7 @@ def capture_update(worker, trajectories, algorithm, version=0, dropped=()):
         weights = [p.detach().clone() for p in parameters]
         with torch.no_grad():
             for p in parameters:
-                p.copy_(p.main_grad)
+                p.copy_(p.main_grad if p.requires_grad else torch.zeros_like(p))
             gradient.update({name: tensor.clone() for name, tensor in worker.export_weights()})
             for p, weight in zip(parameters, weights, strict=True):
                 p.copy_(weight)

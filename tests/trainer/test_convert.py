@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl.trainer import convert
 from rl.trainer.convert import WeightMismatchError
-from rl.trainer.model import UnsupportedModelError, read_hf_config
+from rl.trainer.families.base import UnsupportedModelError
+from rl.trainer.model import read_hf_config
 from tests.trainer.common import make_trajectories
 
 

@@ -1,0 +1,60 @@
+"""Every family of models computes what Hugging Face's own class of it does, and goes there and back bit for bit."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rl.trainer.families.base import UnsupportedModelError
+from rl.trainer.model import read_hf_config
+from tests.trainer.common import Ratio, assert_close, capture_update, make_trajectories
+from tests.trainer.models import MODELS, hf_gradient, hf_logprobs, load_hf, save_model
+
+
+@pytest.fixture(params=MODELS)
+def family(request, tmp_path, session_worker):
+    """A directory of the family's model, which the worker has loaded."""
+    save_model(request.param, tmp_path / "hf")
+    session_worker.load_model(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def test_family_equals_hugging_face(family, session_worker, tmp_path):
+    worker, trajectories = session_worker, make_trajectories(groups=2, temperature=0.8)
+    original = load_file(family / "model.safetensors")
+    exported = {name: tensor.clone() for name, tensor in worker.export_weights()}
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in original.items())
+
+    model = load_hf(family)
+    expected = hf_logprobs(model, trajectories)
+    for found, logprobs in zip(worker.logprobs(trajectories), expected, strict=True):
+        assert np.abs(found - logprobs.detach().numpy()).max() <= 1e-5
+
+    result, gradient = capture_update(worker, trajectories, Ratio())
+    tokens = sum(int(t.action_mask.sum()) for t in trajectories)
+    loss = -sum(
+        t.reward * (lp - lp.detach()).exp()[torch.from_numpy(t.action_mask)].sum()
+        for t, lp in zip(trajectories, expected, strict=True)
+    )
+    (loss / tokens).backward()
+    assert result.loss == pytest.approx(loss.item() / tokens, rel=1e-5)
+    reference = hf_gradient(model, tmp_path / "gradient")
+    assert_close({name: gradient[name] for name in reference}, reference, relative=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 2, "topk_group": 1}, "n_group"),
+        ({"norm_topk_prob": False}, "norm_topk_prob"),
+    ],
+)
+def test_routers_that_are_not_computed_are_refused(tmp_path, changes, message):
+    save_model("glm4_moe", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_hf_config(tmp_path)
