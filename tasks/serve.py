@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -26,6 +27,8 @@ async def serve(task: LoadedTask, host: str, port: int, slots: int) -> int:
         loop.add_signal_handler(number, stop.set)
     server = EpisodeServer(task, slots)
     async with listening(server, host, port) as url:
+        # What was imported stays to the end: without this the collector walks all of it once more at exit.
+        gc.freeze()
         print(f"ready {url} task={task.name} slots={slots}", flush=True)
         await stop.wait()
     if server.running:
