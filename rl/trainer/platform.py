@@ -65,6 +65,7 @@ def install() -> None:
     _replace_tensor_calls()
     _installed = True
     _replace_megatron_rng()
+    _replace_all_to_all()
 
 
 def _replace_cuda_calls() -> None:
@@ -126,6 +127,24 @@ def _replace_megatron_rng() -> None:
 
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _replace_all_to_all() -> None:
+    original = dist.all_to_all_single
+
+    @functools.wraps(original)
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        # Megatron's expert dispatcher turns the sizes into host integers only where they come from CUDA.
+        sizes = (s.tolist() if isinstance(s, torch.Tensor) else s for s in (output_split_sizes, input_split_sizes))
+        return original(output, input, *sizes, **kwargs)
+
+    dist.all_to_all_single = all_to_all_single
 
 
 def init_distributed(

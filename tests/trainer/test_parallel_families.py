@@ -1,0 +1,87 @@
+"""Loss, gradient, log-probs and exported weights of every family do not depend on the layout."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rl.trainer.actor import free_port
+from rl.trainer.config import ParallelConfig, TrainerConfig
+from rl.trainer.families.base import UnsupportedModelError
+from rl.trainer.model import read_hf_config, transformer_config
+from tests.trainer.common import Ratio, assert_close, capture_update, make_trajectories
+from tests.trainer.family_ranks import CASES
+from tests.trainer.models import save_model
+
+USED = sorted({model for model, _ in CASES.values()})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models")
+    for name in USED:
+        save_model(name, directory / name)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def ranks(models, tmp_path_factory):
+    output = tmp_path_factory.mktemp("ranks")
+    ports = ",".join(str(free_port()) for _ in CASES)
+    command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.family_ranks"]
+    logs = [(output / f"{rank}.log").open("w") for rank in range(2)]
+    processes = [
+        subprocess.Popen([*command, str(rank), ports, str(models), str(output)], stdout=log, stderr=subprocess.STDOUT)
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        deadline = time.monotonic() + 200
+        while (codes := [process.poll() for process in processes]) != [0, 0]:
+            assert time.monotonic() < deadline, "the ranks take too long"
+            if any(codes):  # the other one waits in vain
+                break
+            time.sleep(0.2)
+    finally:
+        for process, opened in zip(processes, logs, strict=True):
+            process.kill()
+            opened.close()
+    assert codes == [0, 0], (output / "0.log").read_text()[-3000:] + (output / "1.log").read_text()[-3000:]
+    return {name: torch.load(output / f"{name}.pt", weights_only=False) for name in CASES}
+
+
+@pytest.mark.parametrize("model", USED)
+def test_layouts_of_a_family_compute_the_same(ranks, models, session_worker, model):
+    worker, trajectories = session_worker, make_trajectories(temperature=0.7)
+    worker.load_model(models / model)
+    original = load_file(models / model / "model.safetensors")
+    logprobs = worker.logprobs(trajectories)
+    result, gradient = capture_update(worker, trajectories, Ratio())
+    after = worker.update(trajectories, 0, Ratio()).loss
+    for name in (name for name, case in CASES.items() if case[0] == model):
+        found = ranks[name]
+        assert found["exported"].keys() == original.keys(), name
+        assert all(torch.equal(found["exported"][key], tensor) for key, tensor in original.items()), name
+        for a, b in zip(found["logprobs"], logprobs, strict=True):
+            assert abs(a - b).max() < 1e-5, name
+        assert found["result"].loss == pytest.approx(result.loss, rel=1e-5), name
+        assert found["result"].grad_norm == pytest.approx(result.grad_norm, rel=1e-5), name
+        assert_close(found["gradient"], gradient, relative=5e-5)
+        assert found["after"] == pytest.approx(after, rel=1e-4), name
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (ParallelConfig(tensor=2), "sequence_parallel"),
+        (ParallelConfig(expert=3), "number of experts 4"),
+        (ParallelConfig(expert_tensor=3), "moe_intermediate_size 32"),
+        (ParallelConfig(pipeline=3), "num_hidden_layers 2"),
+    ],
+)
+def test_layouts_that_do_not_divide_are_refused_by_name(models, parallel, message):
+    config = TrainerConfig(parallel=parallel, world_size=parallel.tensor * parallel.pipeline * parallel.expert * 3)
+    with pytest.raises(UnsupportedModelError, match=message):
+        transformer_config(read_hf_config(models / "glm4_moe"), config)
