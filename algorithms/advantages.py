@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int
+from jaxtyping import Bool, Float64, Int
 from torch import Tensor
 
 from algorithms.metrics import Max, Mean, Metric, Std
-from algorithms.packed import chunks, group_sums
+from algorithms.packed import group_sums
 
 
 class Baseline(StrEnum):
@@ -61,20 +61,12 @@ def overlong_penalty(
     return ((max_length - buffer - length) / buffer).clamp(-1, 0)
 
 
-def moments(advantages: Float[Tensor, " n"], weights: Float[Tensor, " n"] | None = None) -> Mapping[str, Metric]:
-    """Mean, standard deviation and largest size, of the entries with a weight (all without ``weights``)."""
-    total, std, largest = 0.0, Std(0, 0, 0), 0.0
-    for where in chunks(len(advantages), advantages.device):
-        x = advantages[where]
-        chosen = torch.ones_like(x) if weights is None else torch.ne(weights[where], 0, out=torch.empty_like(x))
-        count, part = float(chosen.sum()), float(chosen.dot(x))
-        mean = part / max(count, 1)
-        deviation = (x - mean).mul_(chosen)
-        total, std = total + part, std.merge(Std(count, mean, float(deviation.dot(deviation))))
-        low, high = torch.mul(x, chosen, out=deviation).aminmax()
-        largest = max(largest, float(high), -float(low))
+def moments(advantages: Float64[Tensor, " n"]) -> Mapping[str, Metric]:
+    """Mean, standard deviation and largest size."""
+    x = advantages
+    mean = float(x.mean()) if len(x) else 0.0
     return {
-        "advantage/mean": Mean(total, std.count),
-        "advantage/std": std,
-        "advantage/max_abs": Max(largest if std.count else None),
+        "advantage/mean": Mean(float(x.sum()), len(x)),
+        "advantage/std": Std(len(x), mean, float((x - mean).square().sum())),
+        "advantage/max_abs": Max(float(x.abs().max()) if len(x) else None),
     }

@@ -29,6 +29,16 @@ def stale_tokens(
     return action_mask & (versions < current_version - max_staleness)
 
 
+def oldest_version(versions: Int[Tensor, " tokens"]) -> int:
+    """Of the action tokens; all others have −1, which is the largest number when it is read as unsigned."""
+    if not len(versions):
+        return 0
+    if versions.device.type != "cpu":
+        return int(torch.where(versions < 0, torch.iinfo(versions.dtype).max, versions).min())
+    array = versions.numpy()
+    return int(array.view(f"u{array.itemsize}").min())
+
+
 def decide_group(
     rewards: Float64[Tensor, " rollouts"], valid: Bool[Tensor, " rollouts"], *, filter_zero_variance: bool
 ) -> GroupDecision:
@@ -55,6 +65,7 @@ class Trained:
     """Tokens that may train, if their sample does."""
     count: Float64[Tensor, " samples"]
     """Trained tokens of each sample: 0 where its rollout is left out."""
+    action_count: Float64[Tensor, " samples"]
     metrics: Mapping[str, Metric]
 
 
@@ -63,17 +74,18 @@ def trained_tokens(batch: RolloutBatch, *, mask_truncated: bool, max_staleness: 
     mask, rollout = batch.action_mask, batch.rollout.long()
     dropped = batch.dropped
     stale_count = torch.zeros(batch.rollouts, dtype=torch.float64, device=mask.device)
-    if max_staleness is not None and batch.current_version > max_staleness:  # else even version 0 is fresh enough
+    action_count = count = sample_sums(mask, batch.cu_seqlens)
+    if max_staleness is not None and oldest_version(batch.weight_versions) < batch.current_version - max_staleness:
         late = stale_tokens(batch.weight_versions, mask, batch.current_version, max_staleness)
-        if bool(late.any()):
-            stale_count = rollout_sums(sample_sums(late, batch.cu_seqlens), rollout, batch.rollouts)
-            if stale == Stale.DROP:
-                dropped = dropped | (stale_count > 0)
-            else:
-                mask = mask & ~late
+        late_count = sample_sums(late, batch.cu_seqlens)
+        stale_count = rollout_sums(late_count, rollout, batch.rollouts)
+        if stale == Stale.DROP:
+            dropped = dropped | (stale_count > 0)
+        else:
+            mask, count = mask & ~late, count - late_count
     truncated = batch.truncated if mask_truncated else torch.zeros_like(batch.truncated)
     keep = batch.valid & ~dropped & ~truncated
-    count = sample_sums(mask, batch.cu_seqlens) * keep[rollout]
+    count = count * keep[rollout]
     reasons = {
         "environment": ~batch.valid,
         "stale": batch.valid & dropped,
@@ -82,4 +94,4 @@ def trained_tokens(batch: RolloutBatch, *, mask_truncated: bool, max_staleness: 
     }
     metrics: dict[str, Metric] = {f"dropped/{reason}": Sum(float(which.sum())) for reason, which in reasons.items()}
     metrics["dropped/stale_tokens"] = Sum(float(stale_count.sum()))
-    return Trained(mask, count, metrics)
+    return Trained(mask, count, action_count, metrics)

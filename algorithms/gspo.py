@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from pydantic import Field
 
 from algorithms.group import GroupAlgorithm
 from algorithms.icepop import IcePopConfig, pop
-from algorithms.packed import chunks, sample_sums, spread
+from algorithms.packed import indicator, spread, sums_of_chunks
 from algorithms.ratios import MAX_LOG_RATIO, clipped
 from algorithms.tokens import TokenLoss, needed
 from algorithms.types import LossInputs, LossOutput, Need
@@ -35,14 +34,14 @@ class GSPO(GroupAlgorithm[Config]):
     needs = frozenset({Need.OLD_LOGPROBS})
 
     def loss(self, inputs: LossInputs) -> LossOutput:
+        weights, logprobs, edges = inputs.weights, inputs.logprobs.detach(), inputs.cu_seqlens
         old_logprobs = needed(Need.OLD_LOGPROBS, inputs.old_logprobs)
-        log_ratio, on = torch.empty_like(old_logprobs), torch.empty_like(old_logprobs)
-        for where in chunks(len(on), on.device):
-            torch.ne(inputs.weights[where], 0, out=on[where])
-            torch.sub(inputs.logprobs.detach()[where], old_logprobs[where], out=log_ratio[where]).mul_(on[where])
-        length = sample_sums(on, inputs.cu_seqlens).clamp(min=1)
-        log_s = (sample_sums(log_ratio, inputs.cu_seqlens) / length).to(on.dtype)
-        return super().loss(dataclasses.replace(inputs, sequence_log_ratio=spread(log_s, inputs.cu_seqlens)))
+        length = sums_of_chunks(lambda at: indicator(weights[at]), len(weights), edges).clamp(min=1)
+        log_ratio = sums_of_chunks(
+            lambda at: (logprobs[at] - old_logprobs[at]).mul_(indicator(weights[at])), len(weights), edges
+        )
+        per_token = spread((log_ratio / length).to(weights.dtype), edges)
+        return super().loss(dataclasses.replace(inputs, sequence_log_ratio=per_token))
 
     def objective(self, t: LossInputs) -> TokenLoss:
         # Each token carries its sequence's s_i. The slope of s_i in one token's log-prob is s_i/|y_i|: the weights have

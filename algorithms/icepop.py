@@ -36,5 +36,6 @@ def pop(t: LossInputs, token: TokenLoss, beta: float | None, low: float | None =
     low = low or 1 / beta
     rho = ratio(needed(Need.OLD_LOGPROBS, t.old_logprobs), t.rollout_logprobs)
     kept = inside(rho, low, beta)
-    marks = {"icepop/masked_low": rho < low, "icepop/masked_high": rho > beta}
-    return TokenLoss(kept * token.value, kept * token.slope, lambda: {**token.marks(), **marks})
+    return TokenLoss(kept * token.value, kept * token.slope, token.marks).marked(
+        lambda: {"icepop/masked_low": rho < low, "icepop/masked_high": rho > beta}
+    )

@@ -102,11 +102,12 @@ class OPD(GroupAlgorithm[Config]):
         else:
             r = ratio(t.logprobs, t.rollout_logprobs)
             weight = inside(r, config.bound_low, config.bound_high)
-            marks = {"opd/masked_low": r < config.bound_low, "opd/masked_high": r > config.bound_high}
-            token = reinforce(weight, advantages, t.logprobs, lambda: marks)
+            token = reinforce(weight, advantages, t.logprobs).marked(
+                lambda: {"opd/masked_low": r < config.bound_low, "opd/masked_high": r > config.bound_high}
+            )
         if gap is None:
             return token
-        return TokenLoss(token.value, token.slope, lambda: {**token.marks(), "opd/reverse_kl": -gap})
+        return token.marked(lambda: {"opd/reverse_kl": -gap})
 
 
 def mix_teachers(

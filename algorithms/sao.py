@@ -16,11 +16,10 @@ from jaxtyping import Float32, Float64, Int
 from pydantic import Field
 from torch import Tensor
 
-from algorithms.advantages import moments
 from algorithms.aggregation import Aggregation, token_weights
 from algorithms.filters import Stale, Trained, trained_tokens
 from algorithms.gae import skip_observation_gae
-from algorithms.packed import rollout_sums, sample_sums, spread
+from algorithms.packed import rollout_sums, spread
 from algorithms.ratios import double_sided
 from algorithms.tokens import TokenLoss, needed, token_loss
 from algorithms.types import (
@@ -73,9 +72,8 @@ class SAO(Algorithm):
         )
         values = needed(Need.VALUES, batch.values)
         reward = torch.where(batch.valid, batch.reward, 0.0)[rollout]
-        count = sample_sums(batch.action_mask, batch.cu_seqlens)
-        after = tokens_after(count, rollout, batch.segment)
-        lam = self._lambda(rollout_sums(count, rollout, batch.rollouts))[rollout]
+        after = tokens_after(trained.action_count, rollout, batch.segment)
+        lam = self._lambda(rollout_sums(trained.action_count, rollout, batch.rollouts))[rollout]
         advantages = skip_observation_gae(values, batch.action_mask, batch.cu_seqlens, reward, config.gamma, lam)
         if bool(after.any()):
             advantages *= spread(((config.gamma * lam) ** after).to(values.dtype), batch.cu_seqlens)
@@ -83,7 +81,7 @@ class SAO(Algorithm):
         if config.whiten:
             advantages = whitened(advantages, trained, batch)
         weights = token_weights(batch, trained, Aggregation.TOKEN_MEAN)
-        return Targets(advantages, weights, returns, {**trained.metrics, **moments(advantages, weights)})
+        return Targets(advantages, weights, returns, trained.metrics)
 
     def loss(self, inputs: LossInputs) -> LossOutput:
         return token_loss(self._objective, inputs)
@@ -92,7 +90,8 @@ class SAO(Algorithm):
         return value_loss(inputs, self.config.value_clip)
 
     def _objective(self, t: LossInputs) -> TokenLoss:
-        return double_sided(t, self.config.epsilon_low, self.config.epsilon_high)
+        token = double_sided(t, self.config.epsilon_low, self.config.epsilon_high)
+        return token.marked(lambda: {"advantage/mean": t.advantages, "advantage/mean_square": t.advantages.square()})
 
     def _lambda(self, length: Float64[Tensor, " rollouts"]) -> Float64[Tensor, " rollouts"]:
         if self.config.lambda_policy is not None:

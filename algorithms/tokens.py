@@ -31,7 +31,10 @@ class TokenLoss:
     """What to log, computed only when asked for: the mean over the trained tokens is."""
 
     def __add__(self, other: TokenLoss) -> TokenLoss:
-        return TokenLoss(self.value + other.value, self.slope + other.slope, lambda: {**self.marks(), **other.marks()})
+        return TokenLoss(self.value + other.value, self.slope + other.slope, self.marks).marked(other.marks)
+
+    def marked(self, marks: Marks) -> TokenLoss:
+        return TokenLoss(self.value, self.slope, lambda: {**self.marks(), **marks()})
 
 
 Objective = Callable[[LossInputs], TokenLoss]
