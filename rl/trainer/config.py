@@ -70,6 +70,9 @@ class TrainerConfig(BaseModel):
     """PyTorch's intra-operation threads."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations; under bfloat16 the optimizer keeps fp32 main weights, and gradients are fp32."""
+    trained: Literal["model", "indexer_dense", "indexer_sparse"] = "model"
+    """``model``: everything but the indexers of sparse attention. ``indexer_...``: the indexers alone, which learn to
+    predict the attention over all positions (dense: attention is dense meanwhile) or over those that they select."""
     recompute: bool = False
     """Recompute each layer's activations in the backward pass instead of keeping them."""
     max_tokens_per_micro_batch: int = Field(16_384, ge=1)

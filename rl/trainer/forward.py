@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float32, Int
+from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from rl.batch import SampleTokens, TrainBatch, take_samples
@@ -32,13 +32,19 @@ MicroBatchLoss = Callable[[SampleTokens, Tensor, Tensor], Tensor]
 """``(samples, log-probs, entropies) → scalar loss``, called on the last stage once a micro-batch that has samples."""
 ValueLoss = Callable[[SampleTokens, Tensor], Tensor]
 """``(samples, values) → scalar loss``, likewise."""
+Forward = Callable[[DistributedDataParallel, Layout], Tensor]
+"""``(module, layout) → this stage's output``."""
 Finish = Callable[[SampleTokens, Layout, Tensor], Tensor]
 """``(samples, layout, last hidden state) → scalar loss``, called on the last stage once a micro-batch, also an empty
 one, for which the loss must be 0 but depend on every parameter of the head."""
 
 
-def lay_out(taken: SampleTokens, config: TrainerConfig) -> Layout:
-    """The layout of a micro-batch on this rank."""
+def lay_out(taken: SampleTokens, config: TrainerConfig, in_rows: bool = False) -> Layout:
+    """The layout of a micro-batch on this rank.
+
+    Args:
+        in_rows: the model's attention has no other form than rows.
+    """
     return build_layout(
         taken.token_ids,
         taken.cu_seqlens,
@@ -49,8 +55,13 @@ def lay_out(taken: SampleTokens, config: TrainerConfig) -> Layout:
         multiple=config.parallel.tensor if config.parallel.sequence_parallel else 1,
         scored=taken.scored,
         routed_experts=taken.routed_experts,
-        flash=platform.device().type == "cuda" and config.dtype == "bfloat16",
+        flash=platform.device().type == "cuda" and config.dtype == "bfloat16" and not in_rows,
     )
+
+
+def run_module(module: DistributedDataParallel, layout: Layout) -> Float[Tensor, "local 1 hidden"]:
+    """This stage's output for a micro-batch."""
+    return module(layout.token_ids, None, None, packed_seq_params=layout.packing)
 
 
 def run_schedule(
@@ -60,6 +71,7 @@ def run_schedule(
     config: TrainerConfig,
     finish: Finish,
     backward: bool,
+    forward: Forward = run_module,
 ) -> None:
     """Forward, and with ``backward`` also backward, passes over this data-parallel rank's micro-batches.
 
@@ -80,9 +92,8 @@ def run_schedule(
         taken = take_samples(batch, next(iterator))
         if taken.routed_experts is not None:
             check_record(taken.routed_experts, module.config)
-        layout = lay_out(taken, config)
-        hidden = module(layout.token_ids, None, None, packed_seq_params=layout.packing)
-        return hidden, partial(end, taken, layout)
+        layout = lay_out(taken, config, module.module.attends_in_rows)
+        return forward(module, layout), partial(end, taken, layout)
 
     with torch.set_grad_enabled(backward):
         get_forward_backward_func()(

@@ -78,6 +78,8 @@ def transformer_config(hf: PretrainedConfig, config: TrainerConfig) -> Transform
     family.check_layout(hf, parallel)
     moe_layers = family.moe_layers(hf)
     dtype = DTYPES[config.dtype]
+    # With only indexers trained, no layer keeps activations for a backward pass.
+    recompute = config.recompute and config.trained == "model"
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -110,9 +112,9 @@ def transformer_config(hf: PretrainedConfig, config: TrainerConfig) -> Transform
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # Megatron asks for it with variable lengths, also of dense models
-        recompute_granularity="full" if config.recompute else None,
-        recompute_method="uniform" if config.recompute else None,
-        recompute_num_layers=1 if config.recompute else None,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         apply_rope_fusion=False,
@@ -133,6 +135,7 @@ class Trunk(GPTModel):
     def __init__(self, hf: PretrainedConfig, config: TrainerConfig, tied: bool) -> None:
         options = transformer_config(hf, config)
         self.parallel = config.parallel
+        self.attends_in_rows = family_of(hf).attends_in_rows
         tensor = config.parallel.tensor
         self.rows_per_rank = -(-hf.vocab_size // tensor)
         if hf.vocab_size <= (tensor - 1) * self.rows_per_rank:
@@ -174,5 +177,14 @@ class PolicyModel(Trunk):
 def build_model(hf: PretrainedConfig, config: TrainerConfig) -> PolicyModel:
     """This rank's part of the model, with uninitialised weights, on this process's device."""
     model = PolicyModel(hf, config).to(platform.device())
+    _freeze(model, config.trained != "model")
     model.train()
     return model
+
+
+def _freeze(model: PolicyModel, indexer: bool) -> None:
+    """Leave gradients to the indexers alone, or to everything else."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_((".indexer." in name) == indexer)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UnsupportedModelError("the indexers are to be trained, but the model has none")

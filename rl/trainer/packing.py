@@ -11,7 +11,8 @@ holds chunks ``r`` and ``2 · context − 1 − r``, which gives every rank the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float32, Int
@@ -23,6 +24,9 @@ from rl.trainer.flash import Spans, make_spans
 platform.install()
 
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402  (needs the platform)
+
+if TYPE_CHECKING:
+    from rl.trainer.indexer_training import IndexerTraining
 
 SHORT_ROW = 128
 """Rows up to this length share one bucket: padding them costs less than another call."""
@@ -80,6 +84,11 @@ class Packing(PackedSeqParams):
     """False where it is padding."""
     routed_experts: Int[Tensor, "local layers top_k"] | None = None
     """The engine's choice of experts, negative where there is none; None without a record."""
+    selections: dict[int, list[Int[Tensor, "rows queries top_k"] | None]] = field(default_factory=dict)
+    """Positions that sparse attention attends to in each bucket (None for all), by the layer whose indexer chose
+    them; filled in by the layers."""
+    indexer_training: IndexerTraining | None = None
+    """Where the layers leave what their indexers learn from; None unless the indexers are trained."""
     spans: Spans | None = None
     """In place of the buckets where FlashAttention runs."""
     cos_sin: tuple[Tensor, Tensor] | None = None

@@ -8,6 +8,8 @@ from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -59,6 +61,29 @@ MODELS = {
             routed_scaling_factor=1.5,
             use_qk_norm=True,
             attention_bias=True,
+        ),
+    ),
+    "glm_moe_dsa": (
+        GlmMoeDsaForCausalLM,
+        GlmMoeDsaConfig(
+            **COMMON,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            num_hidden_layers=6,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            q_lora_rank=24,
+            kv_lora_rank=20,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=12,
+            v_head_dim=16,
+            index_topk=6,
+            index_n_heads=16,  # with few heads many scores are exactly 0, and the choice among them is open
+            index_head_dim=16,
+            # The first group is smaller than the others.
+            indexer_types=["full", "full", "shared", "full", "shared", "shared"],
         ),
     ),
 }

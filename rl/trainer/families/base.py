@@ -31,6 +31,8 @@ class Family(ABC):
     architecture: str
     """Name of its class with the language-model head."""
     rope_types: tuple[str, ...] = ("default",)
+    attends_in_rows: bool = False
+    """Whether its attention reads ``Packing.buckets`` on every device."""
 
     def refused(self, hf: PretrainedConfig) -> dict[str, Any]:
         """Settings that must be false, by name, with their values."""

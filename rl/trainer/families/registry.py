@@ -5,10 +5,11 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from rl.trainer.families.base import Family, UnsupportedModelError
+from rl.trainer.families.glm_moe_dsa import GlmMoeDsa
 from rl.trainer.families.grouped_query import Llama, Qwen3
 from rl.trainer.families.moe import Glm4Moe, Qwen3Moe
 
-FAMILIES: dict[str, Family] = {f.architecture: f for f in (Qwen3(), Llama(), Qwen3Moe(), Glm4Moe())}
+FAMILIES: dict[str, Family] = {f.architecture: f for f in (Qwen3(), Llama(), Qwen3Moe(), Glm4Moe(), GlmMoeDsa())}
 
 
 def family_of(hf: PretrainedConfig) -> Family:
