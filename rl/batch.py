@@ -247,13 +247,14 @@ def loss_inputs(
     """What an algorithm's loss gets for the samples of ``taken``, on the device of ``logprobs``."""
 
     def part(x: Tensor) -> Tensor:
-        return x[taken.index].to(logprobs.device)
+        # Without waiting: the host's memory has been read when the call returns.
+        return x[taken.index].to(logprobs.device, non_blocking=True)
 
     def optional(x: Tensor | None) -> Tensor | None:
         return None if x is None else part(x)
 
     return LossInputs(
-        cu_seqlens=taken.cu_seqlens.to(logprobs.device),
+        cu_seqlens=taken.cu_seqlens.to(logprobs.device, non_blocking=True),
         logprobs=logprobs,
         entropy=entropy,
         action_mask=part(batch.action_mask),

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 
 
@@ -15,7 +15,8 @@ class CheckpointError(ValueError):
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """``format``, ``step``, ``layout``, ``extra`` and ``files``, without checking the files that it lists.
+    """``format``, ``step``, ``adam_steps``, ``layout``, ``extra`` and ``files``, without checking the files that it
+    lists.
 
     Raises:
         CheckpointError: there is none, it is not JSON, or it is of another format.

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from algorithms.metrics import Max, Mean, Metric, Sum, merge_metrics
-from algorithms.types import Algorithm, Need, Targets
+from algorithms.types import Algorithm, LossInputs, Need, Targets
 from rl.batch import RolloutKey, SampleTokens, TrainBatch, build_batch, loss_inputs, plan_micro_batches
 from rl.stopwatch import Stopwatch
 from rl.trainer import platform
@@ -42,9 +42,11 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 
-from rl.trainer import checkpoint, convert
+from rl.trainer import convert
+from rl.trainer.checkpoint import Checkpoints
 from rl.trainer.collective import gather_objects, on_rank_zero
-from rl.trainer.forward import batch_logprobs, run_passes
+from rl.trainer.forward import batch_logprobs, batch_topk, run_passes
+from rl.trainer.indexer_update import update_indexer
 from rl.trainer.model import PolicyModel, build_model, read_hf_config
 from rl.trainer.optimizer import Optimizer
 
@@ -84,9 +86,13 @@ class TrainerWorker:
         platform.init_distributed(
             config.parallel, rank, world_size, master_address, master_port, config.timeout_s, config.seed
         )
+        self._checkpoints = Checkpoints(config.timeout_s)
 
     def close(self) -> None:
-        platform.shutdown_distributed()
+        try:
+            self._checkpoints.close()
+        finally:
+            platform.shutdown_distributed()
 
     def load_model(self, hf_dir: Path) -> None:
         """Build the model that ``hf_dir`` describes, load its weights, and make a fresh optimizer.
@@ -100,7 +106,7 @@ class TrainerWorker:
         convert.load_hf(model, hf, hf_dir)
         module = DistributedDataParallel(
             model.config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
             model,
         )
         model.config.finalize_model_grads_func = _finalize_gradients
@@ -116,7 +122,7 @@ class TrainerWorker:
         loaded.schedule, loaded.total_steps, loaded.steps = options, total_steps, 0
 
     def _optimizer(self, module: DistributedDataParallel, options: OptimizerConfig) -> Optimizer:
-        return Optimizer(module, options, self.config.dtype)
+        return Optimizer([module], options, self.config.dtype)
 
     @property
     def loaded(self) -> _Loaded:
@@ -154,14 +160,14 @@ class TrainerWorker:
             trained = _samples_with(targets.weights != 0, batch)
             if not trained:
                 raise ValueError(f"{name}: none of {batch.rollout.samples} samples has a trained token")
-            micro_batches, tokens = self._plan(batch, trained)
+            micro_batches, tokens = self.plan(batch, trained)
         with watch.phase("passes"):
             report = self._passes(batch, targets, micro_batches, algorithm)
         loss, gap_max, gap_mean = (_pop(report, name) for name in (LOSS, GAP_MAX, GAP_MEAN))
         facts = f"{name}: loss {loss}, lr {lr}, {len(trained)} samples, {tokens} tokens"
         if loss is None or not math.isfinite(loss):
             raise NonFiniteUpdateError(facts)
-        digest = _gradient_digest(loaded.module) if self.config.digest_gradients else None
+        digest = _gradient_digest(loaded.optimizer) if self.config.digest_gradients else None
         with watch.phase("optimizer"):
             try:
                 grad_norm = loaded.optimizer.step(lr)
@@ -184,7 +190,7 @@ class TrainerWorker:
             seconds=watch.read(),
         )
 
-    def _plan(self, batch: TrainBatch, samples: Sequence[int]) -> tuple[list[list[int]], int]:
+    def plan(self, batch: TrainBatch, samples: Sequence[int]) -> tuple[list[list[int]], int]:
         """This data-parallel rank's micro-batches of these samples, and the tokens of all of them."""
         lengths = batch.rollout.lengths()[torch.tensor(samples, dtype=torch.long)].tolist()
         plan = plan_micro_batches(lengths, self.config.max_tokens_per_micro_batch, self.config.data_parallel)
@@ -200,7 +206,7 @@ class TrainerWorker:
         rollout = batch.rollout
         usable = (rollout.valid & ~rollout.dropped)[rollout.rollout]
         samples = _samples_with(rollout.action_mask & usable[rollout.sample_of_token()], batch)
-        micro_batches, _ = self._plan(batch, samples)
+        micro_batches, _ = self.plan(batch, samples)
         logprobs, _ = batch_logprobs(self.loaded.module, batch, micro_batches, self.config)
         return dataclasses.replace(batch, rollout=dataclasses.replace(rollout, old_logprobs=logprobs))
 
@@ -209,27 +215,16 @@ class TrainerWorker:
     ) -> dict[str, Metric]:
         """Leave the summed gradient in the model; returns the metrics of all ranks."""
         loaded = self.loaded
-        loaded.module.zero_grad_buffer()
-        loaded.optimizer.inner.zero_grad()
+        loaded.optimizer.zero_grad()
         parts: list[Mapping[str, Metric]] = []
 
         def loss(taken: SampleTokens, logprobs: Tensor, entropy: Tensor) -> Tensor:
             inputs = loss_inputs(batch.rollout, targets, taken, logprobs, entropy)
             output = algorithm.loss(inputs)
-            own = inputs.action_mask & (batch.rollout.weight_versions[taken.index] == batch.rollout.current_version).to(
-                logprobs.device
-            )
-            gap = (logprobs.detach() - inputs.rollout_logprobs)[own].abs()
-            trained = inputs.weights != 0
+            current = batch.rollout.weight_versions[taken.index] == batch.rollout.current_version
+            own = inputs.action_mask & current.to(logprobs.device, non_blocking=True)
             parts.append(output.metrics)
-            parts.append(
-                {
-                    LOSS: Sum(float(output.loss.detach())),
-                    GAP_MAX: Max(float(gap.max()) if len(gap) else None),
-                    GAP_MEAN: Mean(float(gap.sum()), len(gap)),
-                    "entropy": Mean(float(entropy[trained].sum()), float(trained.sum())),
-                }
-            )
+            parts.append(_pass_metrics(output.loss, inputs, own))
             return output.loss
 
         run_passes(loaded.module, batch, micro_batches, self.config, loss, backward=True)
@@ -240,12 +235,27 @@ class TrainerWorker:
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
         """Log-probs of each trajectory's tokens (float32, natural, at its temperature) under the current weights; a
         sample's first token has 0. A collective of all ranks."""
-        newest = max((int(t.weight_versions.max()) for t in trajectories if len(t)), default=0)
-        batch = build_batch(trajectories, max(newest, 0))
+        batch = build_batch(trajectories, _newest_version(trajectories))
         batch = dataclasses.replace(batch, scored=torch.ones_like(batch.scored))
-        micro_batches, _ = self._plan(batch, range(batch.rollout.samples))
+        micro_batches, _ = self.plan(batch, range(batch.rollout.samples))
         values, _ = batch_logprobs(self.loaded.module, batch, micro_batches, self.config)
         return np.split(values.numpy(), batch.rollout.cu_seqlens[1:-1].tolist())
+
+    def topk_logprobs(self, trajectories: Sequence[Trajectory], k: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each trajectory, at the place of each token, the ``k`` most likely tokens under the current weights:
+        log-probs (float32 ``[tokens, k]``, natural, at its temperature, descending) and ids (int32); a sample's first
+        token has zeros. A collective of all ranks."""
+        batch = build_batch(trajectories, _newest_version(trajectories))
+        batch = dataclasses.replace(batch, scored=torch.ones_like(batch.scored))
+        micro_batches, _ = self.plan(batch, range(batch.rollout.samples))
+        both = batch_topk(self.loaded.module, batch, micro_batches, self.config, k)
+        edges = batch.rollout.cu_seqlens[1:-1].tolist()
+        logprobs, ids = (np.split(x.numpy(), edges) for x in both)
+        return list(zip(logprobs, ids, strict=True))
+
+    def update_indexer(self, trajectories: Sequence[Trajectory], current_version: int) -> UpdateResult:
+        """See ``indexer_update.update_indexer``."""
+        return update_indexer(self, trajectories, current_version)
 
     def reset_moments(self) -> None:
         """Forget Adam's moments."""
@@ -279,17 +289,28 @@ class TrainerWorker:
             _exhaust(weights)
         dist.barrier()
 
-    def save_checkpoint(self, directory: Path, extra: Mapping[str, Any]) -> None:
-        """See ``checkpoint.save_checkpoint``."""
+    def save_checkpoint(self, directory: Path, extra: Mapping[str, Any], background: bool = False) -> None:
+        """See ``Checkpoints.save``. A collective of all ranks."""
         loaded = self.loaded
-        checkpoint.save_checkpoint(directory, loaded.model, loaded.optimizer, loaded.steps, extra, self.config)
+        self._checkpoints.save(
+            directory, [loaded.model], loaded.optimizer, loaded.steps, extra, self.config, background
+        )
+
+    def wait_for_checkpoint(self) -> None:
+        """Until the checkpoint that is being saved in the background is on the disk; raises what it failed with."""
+        self._checkpoints.wait()
 
     def load_checkpoint(self, directory: Path) -> Mapping[str, Any]:
-        """Restore a checkpoint into the loaded model; returns the caller's extra state."""
+        """Restore a checkpoint into the loaded model; returns the caller's extra state. A collective of all ranks."""
         loaded = self.loaded
-        restored = checkpoint.load_checkpoint(directory, loaded.model, loaded.optimizer, self.config)
+        restored = self._checkpoints.load(directory, [loaded.model], loaded.optimizer, self.config)
         loaded.steps = restored.step
         return restored.extra
+
+
+def _newest_version(trajectories: Sequence[Trajectory]) -> int:
+    """Of the weights that sampled a token; 0 where none was sampled."""
+    return max([0, *(int(t.weight_versions.max()) for t in trajectories if len(t))])
 
 
 def _finalize_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:
@@ -297,11 +318,32 @@ def _finalize_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: A
     finalize_model_grads(model, None, **kwargs)
 
 
-def _gradient_digest(module: DistributedDataParallel) -> int:
+def _pass_metrics(loss: Tensor, inputs: LossInputs, own: Tensor) -> dict[str, Metric]:
+    """Of one micro-batch. The numbers leave the device together: each read would wait for it.
+
+    Args:
+        own: tokens that the current weights sampled.
+    """
+    gap = (inputs.logprobs.detach() - inputs.rollout_logprobs).abs().where(own, 0.0)
+    trained = inputs.weights != 0
+    entropy = torch.zeros_like(gap) if inputs.entropy is None else inputs.entropy.where(trained, 0.0)
+    numbers = [loss.detach(), gap.max(), gap.sum(), own.sum(), entropy.sum(), trained.sum()]
+    total, gap_max, gap_sum, sampled, entropy_sum, tokens = torch.stack([x.double() for x in numbers]).tolist()
+    return {
+        LOSS: Sum(total),
+        GAP_MAX: Max(gap_max if sampled else None),
+        GAP_MEAN: Mean(gap_sum, sampled),
+        "entropy": Mean(entropy_sum, tokens),
+    }
+
+
+def _gradient_digest(optimizer: Optimizer) -> int:
     """Equal only for bit-equal gradients on every rank. Small enough to be exact as a JSON number."""
     mine = xxhash.xxh3_64()
-    for _, parameter in sorted(module.named_parameters()):
-        mine.update(parameter.main_grad.detach().cpu().contiguous().view(torch.uint8).numpy())
+    for shard in optimizer.shards:
+        # Only this range has been reduced; the rest of the gradient is another rank's to hash.
+        part = shard.parameter.main_grad.detach().view(-1)[shard.begin : shard.end]
+        mine.update(part.cpu().contiguous().view(torch.uint8).numpy())
     everyone = xxhash.xxh3_64(repr(gather_objects(mine.hexdigest())).encode())
     return everyone.intdigest() & (2**53 - 1)
 

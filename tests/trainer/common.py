@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from algorithms.metrics import Sum
 from algorithms.types import Algorithm, LossOutput, Need, Targets
@@ -58,6 +59,20 @@ class Ratio(Algorithm):
         return LossOutput(-(inputs.weights * ratio * inputs.advantages).sum(), {"calls": Sum(1.0)})
 
 
+def reduced_gradients(optimizer):
+    """Whole gradients by parameter, of which each data-parallel rank has reduced its shards alone."""
+    gradients = {}
+    shards = {shard.parameter: shard for shard in optimizer.shards}
+    for part in optimizer.parts:
+        for parameter in (p for buffer in part.buffers for p in buffer.params):
+            whole = torch.zeros(parameter.numel())
+            if (shard := shards.get(parameter)) is not None:
+                whole[shard.begin : shard.end] = parameter.main_grad.view(-1)[shard.begin : shard.end]
+            dist.all_reduce(whole, group=part.data_parallel_group)
+            gradients[parameter] = whole.view_as(parameter)
+    return gradients
+
+
 def capture_update(worker, trajectories, algorithm, version=0, dropped=()):
     """An update; returns its result and the reduced gradient before clipping, by Hugging Face name."""
     optimizer, gradient = worker.loaded.optimizer, {}
@@ -66,9 +81,10 @@ def capture_update(worker, trajectories, algorithm, version=0, dropped=()):
     def capture(lr):
         parameters = list(worker.loaded.model.parameters())
         weights = [p.detach().clone() for p in parameters]
+        reduced = reduced_gradients(optimizer)
         with torch.no_grad():
             for p in parameters:
-                p.copy_(p.main_grad if p.requires_grad else torch.zeros_like(p))
+                p.copy_(reduced[p] if p.requires_grad else torch.zeros_like(p))
             gradient.update({name: tensor.clone() for name, tensor in worker.export_weights()})
             for p, weight in zip(parameters, weights, strict=True):
                 p.copy_(weight)

@@ -91,7 +91,7 @@ def test_manifests_of_another_kind_are_refused(saved, worker, model_dir):
     path = saved / "manifest.json"
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(CheckpointError, match="format 1"):
+    with pytest.raises(CheckpointError, match="format 2"):
         worker.load_checkpoint(saved)
     path.write_text("{")
     with pytest.raises(CheckpointError, match="not JSON"):

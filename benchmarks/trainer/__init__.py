@@ -1,0 +1,1 @@
+"""Speed and memory of the trainer; see ``__main__``."""

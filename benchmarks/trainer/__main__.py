@@ -1,0 +1,193 @@
+"""Speed and memory of the trainer: ``python -m benchmarks.trainer [--json FILE] [--device cpu|cuda]``.
+
+One process, one device: an update by ours, by Hugging Face with torch's AdamW, and by trl's GRPO trainer, on the same
+batches in turn; and the output head against the naive one. On CUDA in bfloat16, with the MFU (see ``Shape.flops``)
+against a large matrix product measured in the same run. Each section's result is written when it is done; a section
+that fails leaves its error there, and the next one runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl.trainer import platform
+
+platform.install()
+
+# ruff: noqa: E402  (Megatron needs the platform installed first)
+from benchmarks.trainer import sides
+from benchmarks.trainer.head import head_section
+from benchmarks.trainer.measure import in_use, matmul_flops, peak_bytes, seconds, settle
+from benchmarks.trainer.shapes import Shape, shapes, write_model
+
+BASELINE_MFU = 0.176
+"""Of the same model code with nothing fused, on one H200 (185M parameters, 8,192 tokens)."""
+BAR_TRL, BAR_HF, BAR_MFU = 1.3, 1.0, 1.5 * BASELINE_MFU
+BAR_HEAD_MEMORY, BAR_HEAD_TIME = 0.25, 1.7
+WARMUP = 3
+
+
+class Report:
+    """Sections by name, on disk after each."""
+
+    def __init__(self, path: Path | None, deadline: float) -> None:
+        self.path, self.deadline = path, deadline
+        self.sections: dict[str, Any] = {}
+
+    def run(self, name: str, section: Callable[[], Any]) -> None:
+        begin = time.monotonic()
+        if begin > self.deadline:
+            self.sections[name] = {"skipped": "out of time"}
+        else:
+            try:
+                self.sections[name] = section()
+            except Exception:  # noqa: BLE001  (it is written down, and the other sections run)
+                self.sections[name] = {"error": traceback.format_exc()}
+            if isinstance(self.sections[name], dict):
+                self.sections[name]["section_seconds"] = round(time.monotonic() - begin, 1)
+        settle()
+        print(f"== {name}\n{json.dumps(self.sections[name], indent=1)}", flush=True)
+        if self.path is not None:
+            self.path.write_text(json.dumps(self.sections, indent=1) + "\n")
+
+
+def _step_section(shape: Shape, worker: sides.TrainerWorker, device: str, peak_flops: float | None) -> dict[str, Any]:
+    """Times of the sides' steps, taken in turn; the memory that each adds, its weights and optimizer included."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "model"
+        write_model(shape, directory, torch.bfloat16 if device == "cuda" else torch.float32, device)
+        makers: dict[str, Callable[[], sides.Step]] = {
+            "ours": lambda: sides.ours(worker, shape, directory),
+            "hf": lambda: sides.hugging_face(shape, directory, device),
+            "trl": lambda: sides.trl(shape, directory, device, checkpointing=False),
+            "trl, default": lambda: sides.trl(shape, directory, device, checkpointing=True),
+        }
+        result: dict[str, Any] = {"tokens": shape.tokens, "scored": shape.scored, "flops": shape.flops(), "sides": {}}
+        steps: dict[str, sides.Step] = {}
+        for name, make in makers.items():
+            side = result["sides"][name] = {}
+            try:
+                begin, before = time.perf_counter(), in_use()
+                steps[name] = make()
+                side["first_step"] = steps[name]()
+                for _ in range(WARMUP):
+                    steps[name]()
+                side["step_bytes"] = peak_bytes(steps[name])
+                side["resident_bytes"] = in_use() - before
+                side["peak_bytes"] = side["resident_bytes"] + side["step_bytes"]
+                side["warmup_seconds"] = round(time.perf_counter() - begin, 1)
+            except Exception:  # noqa: BLE001  (as above)
+                steps.pop(name, None)
+                side["error"] = traceback.format_exc()
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(shape.repeats):
+            for name, step in steps.items():
+                times[name].append(seconds(step))
+        for name, taken in times.items():
+            side, median = result["sides"][name], statistics.median(taken)
+            side |= {"seconds": median, "fastest": min(taken), "tokens_per_second": shape.tokens / median}
+            if peak_flops:
+                side["mfu"] = shape.flops() / median / peak_flops
+        _compare(result)
+        return result
+
+
+def _compare(result: dict[str, Any]) -> None:
+    taken = {name: side["seconds"] for name, side in result["sides"].items() if "seconds" in side}
+    if "ours" in taken:
+        result["speedup"] = {name: value / taken["ours"] for name, value in taken.items() if name != "ours"}
+
+
+def _profile(shape: Shape, worker: sides.TrainerWorker, device: str) -> dict[str, Any]:
+    """Where our step's time goes, as the profiler's table of the most expensive operations."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(shape, Path(folder) / "model", torch.bfloat16 if device == "cuda" else torch.float32, device)
+        step = sides.ours(worker, shape, Path(folder) / "model")
+        for _ in range(WARMUP):
+            step()
+        phases = dict(worker.update(sides.trajectories(shape), 0, sides.objective()).seconds)
+        with torch.profiler.profile() as profiler:
+            step()
+        key = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+        averages = profiler.key_averages()
+        tables = {order: averages.table(sort_by=order, row_limit=30) for order in (key, "self_cpu_time_total")}
+        return {"phases": phases} | {name: table.splitlines() for name, table in tables.items()}
+
+
+def _summary(report: Report) -> list[str]:
+    lines = []
+    for name, section in report.sections.items():
+        if not isinstance(section, dict):
+            continue
+        if "speedup" in section:
+            faster = ", ".join(f"{side} ×{ratio:.2f}" for side, ratio in section["speedup"].items())
+            mine = section["sides"]["ours"]
+            mfu = f", MFU {mine['mfu']:.1%} (bar {BAR_MFU:.1%})" if "mfu" in mine else ""
+            lines.append(f"{name}: {mine['tokens_per_second']:,.0f} tokens/s{mfu}; faster than {faster}")
+        for chunk, found in section.get("chunks", {}).items():
+            line = f"{name}, chunk {chunk}: time {found['seconds_over_bare']:.2f}× bare (bar {BAR_HEAD_TIME})"
+            if "peak_over_naive" in found:
+                line += f", memory {found['peak_over_naive']:.3f}× naive (bar {BAR_HEAD_MEMORY})"
+            lines.append(line)
+        if "error" in section or "skipped" in section:
+            lines.append(f"{name}: {section.get('skipped') or section['error'].splitlines()[-1]}")
+    lines.append(f"bars: ours over trl ×{BAR_TRL} on CUDA, over hf ×{BAR_HF} on the CPU")
+    return lines
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer", description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds after which no section begins")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="PyTorch's, on the CPU")
+    parser.add_argument("--profile", action="store_true", help="add the profiler's table for the first shape")
+    options = parser.parse_args(arguments)
+    device, cuda = options.device, options.device == "cuda"
+    if cuda != torch.cuda.is_available():
+        parser.error(f"--device {device}, but CUDA is {'not ' if cuda else ''}available")
+    report = Report(options.json, time.monotonic() + options.budget)
+    peak = None
+    report.run("machine", lambda: _machine(device))
+    if cuda and "matmul_flops" in report.sections["machine"]:
+        peak = report.sections["machine"]["matmul_flops"]
+    heads = [(8192, 2048, 151_936), (8192, 4096, 151_936)] if cuda else [(512, 256, 8192)]
+    dtype = torch.bfloat16 if cuda else torch.float32
+    for tokens, hidden, vocab in heads:
+        name = f"head, hidden {hidden}"
+        report.run(name, lambda t=tokens, h=hidden, v=vocab: head_section(t, h, v, dtype, device))
+    worker = sides.make_worker(device, options.threads)
+    try:
+        for shape in shapes(device):
+            report.run(shape.name, lambda shape=shape: _step_section(shape, worker, device, peak))
+            if options.profile and shape is shapes(device)[0]:
+                report.run("profile", lambda shape=shape: _profile(shape, worker, device))
+    finally:
+        worker.close()
+    print("\n".join(_summary(report)), flush=True)
+    return 0
+
+
+def _machine(device: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"torch": torch.__version__, "python": sys.version.split()[0]}
+    if device == "cuda":
+        found |= {
+            "name": torch.cuda.get_device_name(),
+            "matmul_flops": matmul_flops(8192, torch.bfloat16, device),
+        }
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
