@@ -40,10 +40,10 @@ class OrphanWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """An orderly end; it is not waited for, so that the driver's exit isn't held up."""
+        """Say that the end is an orderly one. The pipe stays open: what libraries end at exit is theirs until then."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.write(GOODBYE)
-            self._process.stdin.close()
+            self._process.stdin.flush()
 
 
 def watch(driver: int) -> None:
