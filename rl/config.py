@@ -12,8 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from rl.trainer.config import OptimizerConfig, TrainerConfig
 from rollout.engine.config import EngineConfig
 
-STAGES = ("sft", "agent_rl", "reasoning_rl")
-Stage = Literal["sft", "agent_rl", "reasoning_rl"]
+STAGES = ("sft", "agent_rl", "reasoning_rl", "indexer_warmup")
+Stage = Literal["sft", "agent_rl", "reasoning_rl", "indexer_warmup"]
+SUPERVISED = ("sft", "indexer_warmup")
+"""Stages that train on the tasks' demonstrations alone, with the settings under ``sft``."""
 
 
 class ConfigError(ValueError):
@@ -161,6 +163,15 @@ class RunConfig(Section):
     @classmethod
     def _yaml_no(cls, value: object) -> object:
         return "no" if value is False else value  # YAML reads a bare no as false
+
+    @model_validator(mode="after")
+    def _trains_what_the_stage_is_for(self) -> Self:
+        if (self.stage == "indexer_warmup") != (self.trainer.trained != "model"):
+            raise ValueError(
+                f"trainer.trained={self.trainer.trained} does not fit stage {self.stage}: indexer_warmup trains "
+                "indexer_dense or indexer_sparse, the other stages train model"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fits_the_context(self) -> Self:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from algorithms import registry as algorithms
 from algorithms.metrics import metric_values
+from algorithms.types import Algorithm
 from rl.demonstrations import demonstration_batches
 from rl.figures import readable_samples, rollout_figures
 from rl.ledger import Ledger
@@ -18,11 +19,12 @@ from rl.trainer.result import UpdateResult
 from rollout.orchestrator import Batch, Orchestrator
 from rollout.prompts import PromptStream
 from rollout.scheduler import Scheduler, SchedulerConfig, SchedulerState, Verdict
+from rollout.trajectory import Trajectory
 from rollout.trajectory_file import load_trajectories, save_trajectories
 
 
 async def sft_loop(parts: Parts) -> None:
-    """Fine-tune the trainer's model on the tasks' demonstrations."""
+    """Fine-tune the trainer's model, or its indexers, on the tasks' demonstrations."""
     config = parts.plan.config
     algorithm = parts.plan.algorithm if config.stage == "sft" else algorithms.build("sft", {})
     await parts.trainer.set_optimizer(config.sft.optimizer, config.sft.steps)
@@ -33,8 +35,15 @@ async def sft_loop(parts: Parts) -> None:
         parts.check_starting()
         started = time.perf_counter()
         with parts.stopwatch.phase("sft"):
-            result = await parts.trainer.update(next(batches), step, algorithm)
+            result = await _update(parts, next(batches), step, algorithm)
         parts.tracker.log("sft", step, _update_figures(result) | {"seconds/step": time.perf_counter() - started})
+
+
+async def _update(parts: Parts, trajectories: Sequence[Trajectory], version: int, algorithm: Algorithm) -> UpdateResult:
+    """One step on what is given, of the model or of its indexers."""
+    if parts.plan.config.trainer.trained != "model":
+        return await parts.trainer.update_indexer(trajectories, version)
+    return await parts.trainer.update(trajectories, version, algorithm)
 
 
 def build_orchestrator(parts: Parts, state: SchedulerState | None) -> Orchestrator:
@@ -183,5 +192,5 @@ async def replay_loop(parts: Parts, source: Path) -> None:
     for step, path in enumerate(paths, start=1):
         trajectories, _, version = load_trajectories(path)
         with parts.stopwatch.phase("train"):
-            result = await parts.trainer.update(trajectories, version, parts.plan.algorithm)
+            result = await _update(parts, trajectories, version, parts.plan.algorithm)
         parts.tracker.log("rl", step, _update_figures(result))

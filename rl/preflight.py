@@ -10,7 +10,7 @@ from typing import Any
 
 from algorithms import registry as algorithms
 from algorithms.types import Algorithm
-from rl.config import ConfigError, RunConfig
+from rl.config import SUPERVISED, ConfigError, RunConfig
 from rl.run_folder import RunFolder
 from rl.trainer.manifest import CheckpointError, read_manifest
 from rollout.processes import ProcessError, require_free_port
@@ -39,7 +39,7 @@ class Plan:
     def needs_engine(self) -> bool:
         if self.config.replay is not None:
             return False
-        return self.config.stage != "sft" or self.config.evaluation.prompts > 0
+        return self.config.stage not in SUPERVISED or self.config.evaluation.prompts > 0
 
 
 def check_run(config: RunConfig) -> Plan:
@@ -87,7 +87,7 @@ def _algorithm(config: RunConfig) -> Algorithm:
 
 def _batch(config: RunConfig, algorithm: Algorithm) -> None:
     ranks = config.trainer.data_parallel
-    if config.stage == "sft":
+    if config.stage in SUPERVISED:
         if config.sft.conversations_per_step % ranks:
             raise ConfigError(
                 f"sft.conversations_per_step={config.sft.conversations_per_step} is not divisible by the "

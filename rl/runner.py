@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from rl.cluster import start_ray
-from rl.config import RunConfig
+from rl.config import SUPERVISED, RunConfig
 from rl.fresh_model import create_model
 from rl.ledger import count_dropped, read_fates
 from rl.loop import build_orchestrator, replay_loop, rl_loop, sft_loop
@@ -76,7 +76,7 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
         summary |= _summary(parts, identity.run_id, rewards)
         folder.write_summary(summary)
         failed = False
-    if config.stage != "sft" and config.replay is None:
+    if config.stage not in SUPERVISED and config.replay is None:
         plot_rewards(folder.metrics, folder.path / "reward.png")
     return summary
 
@@ -102,7 +102,7 @@ def _stage_model(plan: Plan, model_dir: Path) -> Path:
 
 
 def _needs_sft(plan: Plan, model_dir: Path) -> bool:
-    return plan.config.stage != "sft" and model_dir == plan.folder.fresh_model
+    return plan.config.stage not in SUPERVISED and model_dir == plan.folder.fresh_model
 
 
 async def _initial_sft(parts: Parts, model_dir: Path) -> None:
@@ -125,7 +125,7 @@ async def _phases(parts: Parts) -> tuple[Rewards, Rewards]:
         return {}, {}
     step = int(resumed["step"]) if resumed else 0
     before: Rewards = dict(resumed["rewards_before"]) if resumed else {}
-    if config.stage != "sft":
+    if config.stage not in SUPERVISED:
         await parts.trainer.set_optimizer(config.trainer.optimizer, config.steps)
     if plan.checkpoint is not None:
         with parts.stopwatch.phase("start"):
@@ -136,7 +136,7 @@ async def _phases(parts: Parts) -> tuple[Rewards, Rewards]:
     if config.evaluation.prompts and not resumed:
         with parts.stopwatch.phase("evaluate"):
             before = await parts.evaluate(step)
-    if config.stage == "sft":
+    if config.stage in SUPERVISED:
         await sft_loop(parts)
         step = config.sft.steps
         if parts.serving is not None:
@@ -155,7 +155,7 @@ async def _phases(parts: Parts) -> tuple[Rewards, Rewards]:
 
 def _totals(plan: Plan) -> dict[str, int]:
     config = plan.config
-    if config.stage == "sft":
+    if config.stage in SUPERVISED:
         return {"sft": config.sft.steps}
     return {"sft": config.sft.steps, "rl": config.steps}
 

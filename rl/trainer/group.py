@@ -118,6 +118,12 @@ class TrainerGroup:
     async def logprobs(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
         return await self._call("logprobs", ray.put(list(trajectories)))
 
+    async def topk_logprobs(self, trajectories: Sequence[Trajectory], k: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        return await self._call("topk_logprobs", ray.put(list(trajectories)), k)
+
+    async def update_indexer(self, trajectories: Sequence[Trajectory], current_version: int) -> UpdateResult:
+        return await self._call("update_indexer", ray.put(list(trajectories)), current_version)
+
     async def reset_moments(self) -> None:
         await self._call("reset_moments")
 
