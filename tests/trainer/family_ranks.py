@@ -19,8 +19,19 @@ CASES = {
     "expert data": ("glm4_moe", ParallelConfig()),
     "expert and context": ("qwen3_moe", ParallelConfig(context=2, expert=2)),
     "pipeline": ("glm4_moe", ParallelConfig(pipeline=2)),
+    "latent, expert and sequence": ("glm_moe_dsa", ParallelConfig(tensor=2, sequence_parallel=True, expert=2)),
+    "latent and context": ("glm_moe_dsa", ParallelConfig(context=2)),
+    "latent and pipeline": ("glm_moe_dsa", ParallelConfig(pipeline=2)),
 }
 """Name → model and layout of two ranks."""
+
+
+def train_indexer(worker, model_dir, trajectories):
+    """Two updates of the indexers in their sparse phase, and what they have become."""
+    worker.config = worker.config.model_copy(update={"trained": "indexer_sparse"})
+    worker.load_model(model_dir)
+    results = [worker.update_indexer(trajectories, 0) for _ in range(2)]
+    return results, {key: tensor.clone() for key, tensor in worker.export_weights() if ".indexer." in key}
 
 
 def main(rank, ports, models, output):
@@ -39,9 +50,11 @@ def main(rank, ports, models, output):
         logprobs = worker.logprobs(trajectories)
         result, gradient = capture_update(worker, trajectories, Ratio())
         after = worker.update(trajectories, 0, Ratio()).loss
+        indexer = train_indexer(worker, models / model, trajectories) if model == "glm_moe_dsa" else None
         if rank == 0:
             torch.save(
-                {"exported": exported, "logprobs": logprobs, "result": result, "gradient": gradient, "after": after},
+                {"exported": exported, "logprobs": logprobs, "result": result, "gradient": gradient, "after": after}
+                | {"indexer": indexer},
                 output / f"{name}.pt",
             )
         worker.close()

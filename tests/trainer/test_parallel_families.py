@@ -13,7 +13,7 @@ from rl.trainer.config import ParallelConfig, TrainerConfig
 from rl.trainer.families.base import UnsupportedModelError
 from rl.trainer.model import read_hf_config, transformer_config
 from tests.trainer.common import Ratio, assert_close, capture_update, make_trajectories
-from tests.trainer.family_ranks import CASES
+from tests.trainer.family_ranks import CASES, train_indexer
 from tests.trainer.models import save_model
 
 USED = sorted({model for model, _ in CASES.values()})
@@ -72,6 +72,22 @@ def test_layouts_of_a_family_compute_the_same(ranks, models, session_worker, mod
         assert found["after"] == pytest.approx(after, rel=1e-4), name
 
 
+def test_layouts_train_the_indexers_the_same(ranks, models, session_worker):
+    config = session_worker.config
+    session_worker.config = config.model_copy(update={"max_tokens_per_micro_batch": 100})
+    try:
+        expected, weights = train_indexer(session_worker, models / "glm_moe_dsa", make_trajectories(temperature=0.7))
+    finally:
+        session_worker.config = config
+    for name in (name for name, case in CASES.items() if case[0] == "glm_moe_dsa"):
+        results, found = ranks[name]["indexer"]
+        for a, b in zip(results, expected, strict=True):
+            assert a.metrics.keys() == b.metrics.keys(), name
+            assert a.loss == pytest.approx(b.loss, rel=1e-5), name
+            assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-4), name
+        assert_close(found, weights, relative=1e-3)
+
+
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
@@ -85,3 +101,11 @@ def test_layouts_that_do_not_divide_are_refused_by_name(models, parallel, messag
     config = TrainerConfig(parallel=parallel, world_size=parallel.tensor * parallel.pipeline * parallel.expert * 3)
     with pytest.raises(UnsupportedModelError, match=message):
         transformer_config(read_hf_config(models / "glm4_moe"), config)
+
+
+def test_stages_that_cut_a_group_of_layers_are_refused(models):
+    config = TrainerConfig(parallel=ParallelConfig(pipeline=3), world_size=3)
+    with pytest.raises(
+        UnsupportedModelError, match="layer 2 begins a pipeline stage, but shares the indexer of layer 1"
+    ):
+        transformer_config(read_hf_config(models / "glm_moe_dsa"), config)
