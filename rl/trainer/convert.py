@@ -148,7 +148,7 @@ def load_hf(model: Trunk, hf: PretrainedConfig, directory: Path) -> None:
     """Fill this rank's tensors from a Hugging Face directory; the dtype becomes the model's.
 
     A value model takes a policy's directory, and then starts with a head of zeros. Layers that predict more than one
-    token ahead (beyond ``num_hidden_layers``) are not trained and not read.
+    token ahead (beyond ``num_hidden_layers``) are not trained and not read; ``save_hf`` copies them.
 
     Raises:
         WeightMismatchError: names every tensor that is missing or unknown, or the one whose shape differs.
@@ -181,9 +181,21 @@ def load_hf(model: Trunk, hf: PretrainedConfig, directory: Path) -> None:
 
 def _left_out(name: str, hf: PretrainedConfig) -> bool:
     """Whether a directory may have this tensor without the model needing it."""
+    return name.endswith(DERIVED_SUFFIX) or _predicts_ahead(name, hf)
+
+
+def _predicts_ahead(name: str, hf: PretrainedConfig) -> bool:
     predictors = getattr(hf, "num_nextn_predict_layers", 0) or 0
-    ahead = [f"model.layers.{hf.num_hidden_layers + index}." for index in range(predictors)]
-    return name.endswith(DERIVED_SUFFIX) or name.startswith(tuple(ahead))
+    return name.startswith(tuple(f"model.layers.{hf.num_hidden_layers + index}." for index in range(predictors)))
+
+
+def untrained_weights(hf: PretrainedConfig, directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a Hugging Face directory that belong to the model but not to what is trained: its layers that
+    predict further ahead. On the CPU, in the directory's dtype."""
+    for name, path in sorted(_files_by_tensor(directory).items()):
+        if _predicts_ahead(name, hf):
+            with safe_open(path, framework="pt") as opened:
+                yield name, opened.get_tensor(name)
 
 
 def _read(path: Path, name: str, shape: tuple[int, ...]) -> Tensor:

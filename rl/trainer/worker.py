@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +285,8 @@ class TrainerWorker:
             raise FileExistsError(f"{directory} exists; it is not overwritten")
         weights = self.export_weights()
         if dist.get_rank() == 0:
-            convert.save_hf(weights, self.loaded.source, directory, self.config.dtype)
+            untrained = convert.untrained_weights(self.loaded.hf, self.loaded.source)
+            convert.save_hf(chain(weights, untrained), self.loaded.source, directory, self.config.dtype)
         else:
             _exhaust(weights)
         dist.barrier()

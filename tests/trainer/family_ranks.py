@@ -35,7 +35,7 @@ def train_indexer(worker, model_dir, trajectories):
 
 
 def main(rank, ports, models, output):
-    trajectories = make_trajectories(temperature=0.7)
+    trajectories, saved = make_trajectories(temperature=0.7), set()
     for (name, (model, parallel)), port in zip(CASES.items(), ports, strict=True):
         config = TrainerConfig(
             parallel=parallel,
@@ -49,6 +49,13 @@ def main(rank, ports, models, output):
         exported = {key: tensor.clone() for key, tensor in worker.export_weights()}
         logprobs = worker.logprobs(trajectories)
         result, gradient = capture_update(worker, trajectories, Ratio())
+        checkpoint = output / f"{model} checkpoint"
+        if model not in saved:
+            worker.save_checkpoint(checkpoint, {})
+            saved.add(model)
+        else:  # another layout resumes from it
+            worker.load_model(models / model)
+            worker.load_checkpoint(checkpoint)
         after = worker.update(trajectories, 0, Ratio()).loss
         indexer = train_indexer(worker, models / model, trajectories) if model == "glm_moe_dsa" else None
         if rank == 0:

@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from rl.trainer.convert import WeightMismatchError
 from rl.trainer.families.base import UnsupportedModelError
 from rl.trainer.model import read_hf_config
 from tests.trainer.common import Ratio, assert_close, capture_update, make_trajectories
@@ -43,6 +44,22 @@ def test_family_equals_hugging_face(family, session_worker, tmp_path):
     assert result.loss == pytest.approx(loss.item() / tokens, rel=1e-5)
     reference = hf_gradient(model, tmp_path / "gradient")
     assert_close({name: gradient[name] for name in reference}, reference, relative=1e-4)
+
+
+def test_layers_that_predict_further_ahead_are_kept_as_they_are(session_worker, tmp_path):
+    save_model("glm4_moe", tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    ahead = {"model.layers.2.eh_proj.weight": torch.randn(48, 96), "model.layers.2.enorm.weight": torch.randn(48)}
+    save_file(load_file(path) | ahead, path, metadata={"format": "pt"})
+    session_worker.load_model(tmp_path / "hf")
+    session_worker.save_hf(tmp_path / "saved")
+    saved, original = load_file(tmp_path / "saved" / "model.safetensors"), load_file(path)
+    assert saved.keys() == original.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in original.items())
+
+    save_file(original | {"model.layers.3.enorm.weight": torch.ones(48)}, path, metadata={"format": "pt"})
+    with pytest.raises(WeightMismatchError, match=r"unknown tensors \['model.layers.3.enorm.weight'\]"):
+        session_worker.load_model(tmp_path / "hf")
 
 
 @pytest.mark.parametrize(

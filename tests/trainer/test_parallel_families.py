@@ -1,4 +1,5 @@
-"""Loss, gradient, log-probs and exported weights of every family do not depend on the layout."""
+"""Loss, gradient, log-probs and exported weights of every family do not depend on the layout, which may also change
+when a checkpoint is resumed from."""
 
 import subprocess
 import sys
