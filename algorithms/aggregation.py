@@ -9,7 +9,7 @@ from jaxtyping import Float32, Float64
 from torch import Tensor
 
 from algorithms.filters import Trained
-from algorithms.packed import group_sums, rollout_sums, spread
+from algorithms.packed import group_sums, mask_, rollout_sums, spread
 from algorithms.types import RolloutBatch
 
 
@@ -39,4 +39,4 @@ def spread_over_trained(
 ) -> Float32[Tensor, " tokens"]:
     """A sample's value at its trained tokens, 0 at all others."""
     values = torch.where(trained.count > 0, per_sample, 0.0).to(torch.float32)
-    return spread(values, batch.cu_seqlens).mul_(trained.mask)
+    return mask_(spread(values, batch.cu_seqlens), trained.mask)

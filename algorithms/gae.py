@@ -10,13 +10,13 @@ it. In float64: over 32k tokens the rounding of λ in float32 alone changes λ^n
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float, Float32, Float64, Int
+from jaxtyping import Bool, Float32, Float64, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from algorithms.packed import nonzero, spread
+from algorithms.packed import empty_like, nonzero
 
-ROWS = 128
+ROWS = 256
 COLUMNS = 2048
 
 
@@ -35,49 +35,70 @@ def skip_observation_gae(
 
         δ = γ V(a_{n+1}) − V(a_n), at the last action token R − V(a_n);      Â(a_n) = δ + γλ Â(a_{n+1})
     """
-    advantages = torch.zeros_like(values)
+    advantages = empty_like(values).zero_()
     edges, decay, terminal = cu_seqlens.long(), gamma * lam, terminal_reward.to(values.dtype)
     next_value, next_advantage, next_sample = values.new_zeros(1), decay.new_zeros(1), -1
+    # One tile's arrays, used again for each: the system takes longer to hand out new ones than we to fill them.
+    flat, turned = values.new_empty(2, ROWS * COLUMNS)
+    space = decay.new_empty(2, ROWS * COLUMNS)
     for start in reversed(range(0, len(values), ROWS * COLUMNS)):
         tile = slice(start, min(start + ROWS * COLUMNS, len(values)))
         index = nonzero(action_mask[tile])
         if not len(index):
             continue
-        before = torch.searchsorted(
-            index, (edges - start).clamp(0, tile.stop - start)
-        )  # action tokens before each edge
+        count, columns = len(index), -(-len(index) // ROWS)
+        before = torch.searchsorted(index, (edges - start).clamp(0, tile.stop - start))  # action tokens before an edge
         samples = before.diff().nonzero().flatten()
         last = before[1:][samples] - 1
         # The tile's last sample may go on in the tile after it.
         closed = len(samples) - int(samples[-1] == next_sample)
+
         value = values[tile].index_select(0, index)
-        delta = torch.cat([value[1:], next_value]).mul_(gamma)
+        delta = flat[: columns * ROWS]
+        torch.mul(value[1:], gamma, out=delta[: count - 1])
+        delta[count - 1] = gamma * next_value[0]
         delta[last[:closed]] = terminal[samples[:closed]]
-        tile_decay = spread(decay, before)
-        tile_decay[last[:closed]] = 0.0
-        scanned = reverse_scan(delta.sub_(value), tile_decay, next_advantage)
-        advantages[tile].scatter_(0, index, scanned.to(values.dtype))
-        next_value, next_advantage, next_sample = value[:1], scanned[:1], samples[0]
+        delta[:count] -= value
+        delta[count:] = 0.0
+
+        by_column = delta.view(columns, ROWS)
+        y, products = space[:, : columns * ROWS].view(2, ROWS, columns)
+        y.copy_(turned[: columns * ROWS].view(ROWS, columns).copy_(by_column.t()))
+        _fill_decay(products, decay, before, last, closed)
+        _scan_columns(y, products, next_advantage)
+        advantages[tile].scatter_(0, index, by_column.copy_(y.t()).view(-1)[:count])
+        next_value, next_advantage, next_sample = value[:1], y[0, :1].clone(), samples[0]
     return advantages
 
 
-def reverse_scan(
-    x: Float32[Tensor, " n"], decay: Float64[Tensor, " n"], following: Float64[Tensor, " 1"]
-) -> Float64[Tensor, " n"]:
-    """y_n = x_n + decay_n · y_{n+1}, from the end, where ``following`` comes after."""
-    y, products = _as_columns(x, 0.0), _as_columns(decay, 1.0)
-    return _scan_columns(y, products, following).t().reshape(-1)[: len(x)]
+def _fill_decay(
+    products: Float64[Tensor, "rows columns"],
+    decay: Float64[Tensor, " samples"],
+    before: Int[Tensor, " samples+1"],
+    last: Int[Tensor, " filled"],
+    closed: int,
+) -> None:
+    """γλ of each token's sample, 0 at a sample's last token, 1 after the tile's last (to let through what follows)."""
+    rows, columns = products.shape
 
+    def sample_of(token: Int[Tensor, ...]) -> Int[Tensor, ...]:
+        return (torch.searchsorted(before, token, right=True) - 1).clamp(max=len(decay) - 1)
 
-def _as_columns(x: Float[Tensor, " n"], fill: float) -> Float64[Tensor, "rows columns"]:
-    """Column c holds tokens c·ROWS to (c+1)·ROWS; the last column is filled up."""
-    return pad(x, (0, -len(x) % ROWS), value=fill).view(-1, ROWS).t().contiguous().double()
+    # All of a column belongs to one sample, except where a sample ends in it.
+    products.copy_(decay[sample_of(torch.arange(columns, device=decay.device) * rows)])
+    mixed = (last // rows).unique()
+    products[:, mixed] = decay[sample_of(mixed * rows + torch.arange(rows, device=decay.device)[:, None])]
+    products[int(last[-1]) % rows + 1 :, -1] = 1.0
+    products[last[:closed] % rows, last[:closed] // rows] = 0.0
 
 
 def _scan_columns(
     y: Float64[Tensor, "rows columns"], decay: Float64[Tensor, "rows columns"], following: Float64[Tensor, " 1"]
-) -> Float64[Tensor, "rows columns"]:
-    """In place; afterwards ``decay`` holds the products down to the end of each column."""
+) -> None:
+    """y_n = x_n + decay_n · y_{n+1} along the columns and from each to the next, in place; ``following`` comes last.
+
+    Afterwards ``decay`` holds the products down to the end of each column.
+    """
     rows, step = len(y), 1
     while step < rows:  # row 0, 2s, 4s… takes in the s rows below it
         y[:: 2 * step].addcmul_(decay[:: 2 * step], y[step :: 2 * step])
@@ -90,7 +111,7 @@ def _scan_columns(
         decay[between].mul_(decay[below])
         step //= 2
     heads = _scan_by_doubling(torch.cat([y[0], following]), pad(decay[0], (0, 1)))
-    return y.addcmul_(decay, heads[1:])
+    y.addcmul_(decay, heads[1:])
 
 
 def _scan_by_doubling(y: Float64[Tensor, " n"], decay: Float64[Tensor, " n"]) -> Float64[Tensor, " n"]:

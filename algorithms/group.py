@@ -78,6 +78,7 @@ class GroupAlgorithm(Algorithm, Generic[C]):
         self.config = config
         self.group_size = config.group_size
         self.max_staleness = config.max_staleness
+        self.drops_stale = config.stale is Stale.DROP
         if config.kl_coefficient:
             self.needs = self.needs | {Need.REF_LOGPROBS}
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from pydantic import Field
 
 from algorithms.group import GroupAlgorithm
 from algorithms.icepop import IcePopConfig, pop
-from algorithms.packed import indicator, spread, sums_of_chunks
+from algorithms.packed import chunks, empty_like, sample_sums, spread
 from algorithms.ratios import MAX_LOG_RATIO, clipped
 from algorithms.tokens import TokenLoss, needed
 from algorithms.types import LossInputs, LossOutput, Need
@@ -34,14 +35,14 @@ class GSPO(GroupAlgorithm[Config]):
     needs = frozenset({Need.OLD_LOGPROBS})
 
     def loss(self, inputs: LossInputs) -> LossOutput:
-        weights, logprobs, edges = inputs.weights, inputs.logprobs.detach(), inputs.cu_seqlens
-        old_logprobs = needed(Need.OLD_LOGPROBS, inputs.old_logprobs)
-        length = sums_of_chunks(lambda at: indicator(weights[at]), len(weights), edges).clamp(min=1)
-        log_ratio = sums_of_chunks(
-            lambda at: (logprobs[at] - old_logprobs[at]).mul_(indicator(weights[at])), len(weights), edges
-        )
-        per_token = spread((log_ratio / length).to(weights.dtype), edges)
-        return super().loss(dataclasses.replace(inputs, sequence_log_ratio=per_token))
+        old_logprobs, edges = needed(Need.OLD_LOGPROBS, inputs.old_logprobs), inputs.cu_seqlens
+        weighted = empty_like(old_logprobs)  # a sample's trained tokens have one weight, so that its mean is theirs
+        for at in chunks(len(weighted), weighted.device):
+            torch.sub(inputs.logprobs.detach()[at], old_logprobs[at], out=weighted[at]).mul_(inputs.weights[at])
+        total = sample_sums(inputs.weights, edges)
+        log_s = sample_sums(weighted, edges) / torch.where(total > 0, total, 1.0)
+        sequence_log_ratio = spread(log_s.to(weighted.dtype), edges)
+        return super().loss(dataclasses.replace(inputs, sequence_log_ratio=sequence_log_ratio))
 
     def objective(self, t: LossInputs) -> TokenLoss:
         # Each token carries its sequence's s_i. The slope of s_i in one token's log-prob is s_i/|y_i|: the weights have

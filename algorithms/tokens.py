@@ -17,7 +17,7 @@ from jaxtyping import Float, Float32, Shaped
 from torch import Tensor
 
 from algorithms.diagnostics import Tally
-from algorithms.packed import chunks
+from algorithms.packed import chunks, empty_like
 from algorithms.types import LossInputs, LossOutput
 
 Marks = Callable[[], Mapping[str, Shaped[Tensor, " tokens"]]]
@@ -84,7 +84,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, evaluate: Callable[[slice], TokenLoss]) -> Float[Tensor, ""]:
         total = torch.zeros((), dtype=torch.float64, device=x.device)
-        gradient = torch.empty_like(x)
+        gradient = empty_like(x)
         for where in chunks(len(x), x.device):
             token = evaluate(where)
             total += token.value.dot(weights[where])
@@ -95,4 +95,4 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Float[Tensor, ""]) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss, None, None
+        return torch.mul(gradient, grad_loss, out=empty_like(gradient)), None, None

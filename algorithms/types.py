@@ -178,6 +178,8 @@ class Algorithm(ABC):
     """Rollouts a prompt."""
     max_staleness: int | None = None
     """``prepare`` leaves out what lags the current weights by more versions; None where it takes everything."""
+    drops_stale: bool = True
+    """A rollout with one such token is left out whole; False where only those tokens are."""
 
     @abstractmethod
     def prepare(self, batch: RolloutBatch) -> Targets: ...

@@ -2,9 +2,10 @@
 
 One update of 1,024 packed ragged sequences (1k to 32k tokens, 16 M in all; a prompt, then actions and observations in
 turn): advantages, denominators, ratio masks, loss and gradient, without metrics. The measure is the time of a memcpy of
-the same inputs in the same process; the bar is 12 of them, within 2 GB (peak resident memory of the process, with the
-inputs and torch in it). For comparison: the same loss as a loop over samples with autograd, and trl's; GAE as a loop
-over tokens. Those run on fewer sequences, and count the tokens of these.
+what the batch and the log-probs hold for each token, in the same process; the bar is 12 of them, within 2 GB (peak
+resident memory of the process, with the inputs and torch in it). One thread unless told otherwise: with more, whatever
+else runs on the machine makes each operation wait. For comparison: the same loss as a loop over samples with autograd,
+and trl's; GAE as a loop over tokens. Those run on fewer sequences, and count the tokens of these.
 """
 
 from __future__ import annotations
@@ -115,7 +116,6 @@ def peak_bytes() -> int:
 
 
 def measure(name: str, sequences: int, longest: int) -> dict[str, float]:
-    """Run in a process of its own, for its peak memory."""
     algorithm = registry.build(name, {})
     batch, logprobs = make_batch(sequences, longest)
     batch = with_needs(batch, algorithm.needs)
@@ -215,8 +215,9 @@ def trl_loss(name: str, sequences: int, longest: int) -> dict[str, float]:
     return {"tokens": len(logprobs), "tokens_per_second": len(logprobs) / seconds, "peak_bytes": peak_bytes()}
 
 
-def in_process(function: Callable[..., dict[str, float]], *arguments: object) -> dict[str, float]:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+def in_process(threads: int, function: Callable[..., dict[str, float]], *arguments: object) -> dict[str, float]:
+    """Each in a process of its own, for its peak memory."""
+    with multiprocessing.get_context("spawn").Pool(1, torch.set_num_threads, (threads,)) as pool:
         return pool.apply(function, arguments)
 
 
@@ -226,23 +227,26 @@ def main() -> int:
     parser.add_argument("--names", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--sequences", type=int, default=SEQUENCES)
     parser.add_argument("--longest", type=int, default=LONGEST)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--no-comparison", action="store_true", help="leave out the loops and trl")
     args = parser.parse_args()
-    results: dict[str, Any] = {"threads": torch.get_num_threads(), "torch": torch.__version__, "algorithms": {}}
+    results: dict[str, Any] = {"threads": args.threads, "torch": torch.__version__, "algorithms": {}}
     compared = min(COMPARED_SEQUENCES, args.sequences)
     print(
         f"{'':8}{'×memcpy':>9}{'M tokens/s':>12}{'+metrics':>10}{'peak GB':>9}{'loop':>8}{'GB':>6}{'trl':>8}{'GB':>6}"
     )
     met = True
     for name in args.names:
-        row = in_process(measure, name, args.sequences, args.longest)
+        row = in_process(args.threads, measure, name, args.sequences, args.longest)
         results["algorithms"][name] = entry = {"ours": row}
         numbers = [f"{row['memcpys']:9.1f}{row['tokens_per_second'] / 1e6:12.1f}"]
         numbers.append(f"{row['with_metrics_tokens_per_second'] / 1e6:10.1f}{row['peak_bytes'] / 1e9:9.2f}")
         if not args.no_comparison:
-            entry["loop"] = in_process(loop_over_samples, name, 4 if name == "sao" else compared, args.longest)
+            entry["loop"] = in_process(
+                args.threads, loop_over_samples, name, 4 if name == "sao" else compared, args.longest
+            )
             if name in TRL:
-                entry["trl"] = in_process(trl_loss, name, compared, args.longest)
+                entry["trl"] = in_process(args.threads, trl_loss, name, compared, args.longest)
             others = [entry[other] for other in ("loop", "trl") if other in entry]
             numbers += [f"{other['tokens_per_second'] / 1e6:8.2f}{other['peak_bytes'] / 1e9:6.1f}" for other in others]
         print(f"{name:8}" + "".join(numbers), flush=True)

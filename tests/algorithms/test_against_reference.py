@@ -37,7 +37,7 @@ def small_chunks():
     """A small batch then spans several chunks, tiles and columns."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed, "CPU_CHUNK", 16)
-        patch.setattr(packed, "BLOCK", 4)
+        patch.setattr(packed, "BLOCK", 8)
         patch.setattr(gae, "ROWS", 4)
         patch.setattr(gae, "COLUMNS", 2)
         yield
@@ -80,19 +80,26 @@ def test_sample_sums(layout, seed):
         torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
-@given(n=st.integers(1, 70), seed=SEEDS)
-def test_reverse_scan(n, seed):
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    share=st.sampled_from([0.1, 0.6, 1.0]),
+    gamma=st.floats(0.5, 1),
+    seed=SEEDS,
+)
+def test_gae_over_several_tiles(lengths, share, gamma, seed):
     rng = torch.Generator().manual_seed(seed)
-    x, decay = torch.randn(n, generator=rng), torch.rand(n, generator=rng, dtype=torch.float64)
-    decay[torch.rand(n, generator=rng) < 0.2] = 0
-    following = torch.randn(1, generator=rng, dtype=torch.float64)
-    expected, y = [], float(following)
-    for value, factor in zip(reversed(x.tolist()), reversed(decay.tolist()), strict=True):
-        y = value + factor * y
-        expected.append(y)
-    got = gae.reverse_scan(x, decay, following)
-    torch.testing.assert_close(got, torch.tensor(expected[::-1], dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    edges = torch.tensor([0, *lengths]).cumsum(0)
+    values, mask = torch.randn(int(edges[-1]), generator=rng), torch.rand(int(edges[-1]), generator=rng) < share
+    reward, lam = torch.randn(2, len(lengths), generator=rng, dtype=torch.float64)
+    lam.sigmoid_()
+    got = gae.skip_observation_gae(values, mask, edges, reward, gamma, lam)
+    expected = torch.zeros_like(values)
+    for s in range(len(lengths)):
+        tokens = [t for t in range(int(edges[s]), int(edges[s + 1])) if mask[t]]
+        rewards = [0.0] * (len(tokens) - 1) + [float(reward[s])] * bool(tokens)
+        expected[tokens] = torch.tensor(reference.gae(values[tokens].tolist(), rewards, gamma, float(lam[s])))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_overlong_penalty():
