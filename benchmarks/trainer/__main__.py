@@ -36,6 +36,8 @@ BASELINE_MFU = 0.176
 BAR_TRL, BAR_HF, BAR_MFU = 1.3, 1.0, 1.5 * BASELINE_MFU
 BAR_HEAD_MEMORY, BAR_HEAD_TIME = 0.25, 1.7
 WARMUP = 3
+PROFILED = 2
+"""Shapes, from the first on, that ``--profile`` looks into."""
 
 
 class Report:
@@ -68,13 +70,14 @@ def _step_section(shape: Shape, worker: sides.TrainerWorker, device: str, peak_f
         directory = Path(folder) / "model"
         write_model(shape, directory, torch.bfloat16 if device == "cuda" else torch.float32, device)
         makers: dict[str, Callable[[], sides.Step]] = {
-            "ours": lambda: sides.ours(worker, shape, directory),
+            "ours": lambda: sides.ours(worker, shape, directory, shape.layers_per_graph),
             "hf": lambda: sides.hugging_face(shape, directory, device),
             "trl": lambda: sides.trl(shape, directory, device, checkpointing=False),
             "trl, default": lambda: sides.trl(shape, directory, device, checkpointing=True),
         }
         result: dict[str, Any] = {"tokens": shape.tokens, "scored": shape.scored, "flops": shape.flops(), "sides": {}}
         steps: dict[str, sides.Step] = {}
+        worker._loaded = None  # or the last shape's model would count as this one's memory
         for name, make in makers.items():
             side = result["sides"][name] = {}
             try:
@@ -113,7 +116,7 @@ def _profile(shape: Shape, worker: sides.TrainerWorker, device: str) -> dict[str
     """Where our step's time goes, as the profiler's table of the most expensive operations."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(shape, Path(folder) / "model", torch.bfloat16 if device == "cuda" else torch.float32, device)
-        step = sides.ours(worker, shape, Path(folder) / "model")
+        step = sides.ours(worker, shape, Path(folder) / "model", shape.layers_per_graph)
         for _ in range(WARMUP):
             step()
         phases = dict(worker.update(sides.trajectories(shape), 0, sides.objective()).seconds)
@@ -152,7 +155,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds after which no section begins")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="PyTorch's, on the CPU")
-    parser.add_argument("--profile", action="store_true", help="add the profiler's table for the first shape")
+    parser.add_argument("--profile", action="store_true", help="add the profiler's tables for the first shapes")
     options = parser.parse_args(arguments)
     device, cuda = options.device, options.device == "cuda"
     if cuda != torch.cuda.is_available():
@@ -169,10 +172,10 @@ def main(arguments: list[str]) -> int:
         report.run(name, lambda t=tokens, h=hidden, v=vocab: head_section(t, h, v, dtype, device))
     worker = sides.make_worker(device, options.threads)
     try:
-        for shape in shapes(device):
+        for index, shape in enumerate(shapes(device)):
             report.run(shape.name, lambda shape=shape: _step_section(shape, worker, device, peak))
-            if options.profile and shape is shapes(device)[0]:
-                report.run("profile", lambda shape=shape: _profile(shape, worker, device))
+            if options.profile and index < PROFILED:
+                report.run(f"profile, {shape.name}", lambda shape=shape: _profile(shape, worker, device))
     finally:
         worker.close()
     print("\n".join(_summary(report)), flush=True)

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.trainer.measure import median_seconds, peak_bytes, settle
-from rl.trainer.head import TokenLogprobs
+from rl.trainer import token_logprobs
+from rl.trainer.token_logprobs import TokenLogprobs
 
 CHUNKS = {"cuda": (1024, 2048, 4096), "cpu": (256,)}
 
@@ -80,7 +81,30 @@ def head_section(tokens: int, hidden_size: int, vocab: int, dtype: torch.dtype, 
             part["peak_over_naive"] = part["peak_bytes"] / result["naive_peak_bytes"]
     clear()
     settle()
+    if device == "cuda":
+        result["pieces_seconds"] = _pieces(hidden.detach(), weight.detach(), targets)
     return result
+
+
+def _pieces(hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, float]:
+    """What one chunk's steps cost, alone."""
+    chunk = min(2048, len(hidden))
+    hidden, targets, ones = hidden[:chunk], targets[:chunk], torch.ones(chunk, device=hidden.device)
+    logits = token_logprobs._product(hidden, weight.T)
+    normalizer = logits.logsumexp(-1)
+    slopes = token_logprobs._probabilities(logits, ones, normalizer, weight.dtype)
+    total = token_logprobs._product(slopes.T, hidden)
+    actions = {
+        "logits, bf16": lambda: torch.mm(hidden, weight.T),
+        "logits, fp32": lambda: token_logprobs._product(hidden, weight.T),
+        "statistics": lambda: token_logprobs._statistics(logits, targets, ones),
+        "slopes": lambda: token_logprobs._probabilities(logits, ones, normalizer, weight.dtype),
+        "hidden gradient": lambda: token_logprobs._product(slopes, weight),
+        "weight gradient": lambda: token_logprobs._product(slopes.T, hidden),
+        "weight gradient, added": lambda: token_logprobs._add_product(total, slopes.T, hidden),
+        "weight gradient, rounded": lambda: total.to(weight.dtype),
+    }
+    return {name: median_seconds(action, 10) for name, action in actions.items()}
 
 
 def _relative(found: Tensor | None, expected: Tensor) -> float:

@@ -22,6 +22,8 @@ class Shape:
     lengths: tuple[int, ...]
     """Tokens of each sample; a quarter of each is its prompt. Groups of four samples share one."""
     repeats: int
+    layers_per_graph: int = 1
+    """Of ours; see ``TrainerConfig``."""
 
     @property
     def tokens(self) -> int:
@@ -113,10 +115,10 @@ def shapes(device: str) -> list[Shape]:
             Shape("small, ragged", _small(4, 256, 4096), SMALL_RAGGED, 7),
         ]
     return [
-        Shape("SmolLM2-135M-like, even", _smollm2(), EVEN, 10),
-        Shape("1B, even", _one_billion(), EVEN, 6),
-        Shape("SmolLM2-135M-like, ragged", _smollm2(), RAGGED, 10),
-        Shape("1B, ragged", _one_billion(), RAGGED, 6),
+        Shape("SmolLM2-135M-like, even", _smollm2(), EVEN, 10, 6),
+        Shape("1B, even", _one_billion(), EVEN, 6, 2),
+        Shape("SmolLM2-135M-like, ragged", _smollm2(), RAGGED, 10, 6),
+        Shape("1B, ragged", _one_billion(), RAGGED, 6, 2),
         Shape("demo, even", _small(2, 64, 101), SMALL_EVEN, 10),
     ]
 

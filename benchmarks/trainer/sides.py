@@ -53,7 +53,8 @@ def make_worker(device: str, threads: int) -> TrainerWorker:
     return TrainerWorker(config, 0, 1, "127.0.0.1", _port())
 
 
-def ours(worker: TrainerWorker, shape: Shape, directory: Path) -> Step:
+def ours(worker: TrainerWorker, shape: Shape, directory: Path, layers_per_graph: int) -> Step:
+    worker.config = worker.config.model_copy(update={"layers_per_graph": layers_per_graph})
     worker.load_model(directory)
     batch, algorithm = trajectories(shape), objective()
 

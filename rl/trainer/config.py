@@ -77,8 +77,11 @@ class TrainerConfig(BaseModel):
     """Recompute each layer's activations in the backward pass instead of keeping them."""
     max_tokens_per_micro_batch: int = Field(16_384, ge=1)
     """Per data-parallel rank; a longer sample gets a micro-batch of its own."""
-    logits_chunk_tokens: int = Field(4096, ge=1)
+    logits_chunk_tokens: int = Field(2048, ge=1)
     """Tokens whose fp32 logits exist at the same time in the output head."""
+    layers_per_graph: int = Field(1, ge=1)
+    """Consecutive dense layers that are compiled as one graph on CUDA. More make a small model faster (its layers take
+    less time than starting them), and its first update slower."""
     seed: int = Field(0, ge=0, lt=2**31)
     digest_gradients: bool = False
     """Log a hash of each update's gradient, to compare runs bit by bit; it reads every gradient once."""

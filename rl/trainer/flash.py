@@ -13,10 +13,13 @@ import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
+SHORTEST_BOUND = 128
+
 
 @dataclass(frozen=True)
 class Spans:
-    """On the device. The longest lengths are known on the host, so that no layer waits for the device."""
+    """On the device. Bounds of the lengths are known on the host, so that no layer waits for the device: powers of two,
+    because a compiled graph is made for each bound that it meets."""
 
     query_edges: Int32[Tensor, " spans+1"]
     key_edges: Int32[Tensor, " spans+1"]
@@ -37,7 +40,7 @@ def make_spans(
     """
     if context == 1:
         edges = _edges(rows, device)
-        longest = int(rows.max())
+        longest = _bound(rows)
         return Spans(edges, edges, longest, longest, None)
     piece = rows // (2 * context)
     queries = torch.stack([piece, piece], 1).flatten()
@@ -50,8 +53,8 @@ def make_spans(
     return Spans(
         _edges(queries, device),
         _edges(lengths, device),
-        int(queries.max()),
-        int(lengths.max()),
+        _bound(queries),
+        _bound(lengths),
         keys.to(device, non_blocking=True),
     )
 
@@ -61,11 +64,18 @@ def _edges(lengths: Int[Tensor, " spans"], device: torch.device) -> Int32[Tensor
     return edges.int().to(device, non_blocking=True)
 
 
+def _bound(lengths: Int[Tensor, " spans"]) -> int:
+    return max(SHORTEST_BOUND, 1 << (int(lengths.max()) - 1).bit_length())
+
+
 def flash_attention(
     query: Float[Tensor, "tokens heads dim"],
     key: Float[Tensor, "keys kv_heads dim"],
     value: Float[Tensor, "keys kv_heads dim"],
-    spans: Spans,
+    query_edges: Int32[Tensor, " spans+1"],
+    key_edges: Int32[Tensor, " spans+1"],
+    longest_query: int,
+    longest_key: int,
     scale: float | None,
 ) -> Float[Tensor, "tokens heads dim"]:
     """Causal attention inside each span, aligned at its end; bfloat16 or float16 on CUDA, ``dim`` a multiple of 8 up to
@@ -74,10 +84,10 @@ def flash_attention(
         query,
         key,
         value,
-        spans.query_edges,
-        spans.key_edges,
-        spans.longest_query,
-        spans.longest_key,
+        query_edges,
+        key_edges,
+        longest_query,
+        longest_key,
         0.0,
         True,
         False,

@@ -107,7 +107,16 @@ class PackedAttention(MegatronModule):
                 )
                 for x in (key, value)
             )
-        output = flash_attention(query, key, value, spans, self.scale)
+        output = flash_attention(
+            query,
+            key,
+            value,
+            spans.query_edges,
+            spans.key_edges,
+            spans.longest_query,
+            spans.longest_key,
+            self.scale,
+        )
         return output.reshape(output.size(0), 1, -1)
 
 

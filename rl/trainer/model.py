@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from rl.trainer.dense_layer import group_layers
 from rl.trainer.families.base import UnsupportedModelError
 from rl.trainer.families.registry import family_of
 from rl.trainer.layers import PackedRotaryEmbedding
@@ -152,6 +153,7 @@ class Trunk(GPTModel):
             position_embedding_type="rope",
         )
         self.rotary_pos_emb = PackedRotaryEmbedding(inverse_frequencies(hf))
+        group_layers(self.decoder.layers, config.layers_per_graph)
 
     def _postprocess(self, hidden_states: Tensor, **kwargs: object) -> Tensor:
         return hidden_states

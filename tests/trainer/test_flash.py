@@ -19,7 +19,7 @@ def loop(query, key, value, spans):
     for (q0, q1), (k0, k1) in zip(
         itertools.pairwise(spans.query_edges.tolist()), itertools.pairwise(spans.key_edges.tolist()), strict=True
     ):
-        assert q1 - q0 <= spans.longest_query
+        assert q1 - q0 <= spans.longest_query < 2 * max(128, spans.query_edges.diff().max())
         assert k1 - k0 <= spans.longest_key
         q, k, v = query[q0:q1].transpose(0, 1), key[k0:k1].transpose(0, 1), value[k0:k1].transpose(0, 1)
         mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0))
