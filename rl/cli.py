@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import signal
 import sys
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from rl.compose import compose_config
 from rl.config import STAGES, ConfigError, check
+from rl.signals import cancel_on_signals
 
 if TYPE_CHECKING:
     from rl.preflight import Plan
@@ -47,7 +48,7 @@ def train(arguments: Sequence[str]) -> int:
 
         plan = check_run(prepare_config(config))
     except ConfigError as error:
-        errors.print(f"[bold red]config error:[/] {error}", markup=True, soft_wrap=True)
+        errors.print(f"[bold red]config error:[/] {escape(str(error))}", soft_wrap=True)
         return EXIT_BAD_CONFIG
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     return _run(plan, console, errors)
@@ -59,7 +60,7 @@ def _run(plan: Plan, console: Console, errors: Console) -> int:
     try:
         summary = asyncio.run(_until_signalled(run_stage(plan, console)))
     except ConfigError as error:
-        errors.print(f"[bold red]config error:[/] {error}", soft_wrap=True)
+        errors.print(f"[bold red]config error:[/] {escape(str(error))}", soft_wrap=True)
         return EXIT_BAD_CONFIG
     except (KeyboardInterrupt, asyncio.CancelledError):
         errors.print(f"interrupted; go on with resume=auto run_dir={plan.folder.path}")
@@ -67,7 +68,7 @@ def _run(plan: Plan, console: Console, errors: Console) -> int:
     except Exception as error:
         logging.getLogger(__name__).debug("the run failed", exc_info=True)
         errors.print_exception() if not _is_plain(error) else None
-        errors.print(f"[bold red]run failed:[/] {error}", soft_wrap=True)
+        errors.print(f"[bold red]run failed:[/] {escape(str(error))}", soft_wrap=True)
         return EXIT_FAILED
     _report(summary, console)
     return 0
@@ -75,29 +76,29 @@ def _run(plan: Plan, console: Console, errors: Console) -> int:
 
 def _is_plain(error: Exception) -> bool:
     """Errors whose message says all: no traceback is needed."""
+    from rl.trainer.group import TrainerGroupError
+    from rl.trainer.manifest import CheckpointError
+    from rl.trainer.result import NonFiniteUpdateError
     from rl.weights.publisher import PublishError
     from rollout.engine.protocol import EngineError
-    from rollout.orchestrator import RolloutsFailed
+    from rollout.episode import RolloutsFailed
     from rollout.processes import ProcessError
     from rollout.task_client import TaskServerError
 
-    return isinstance(error, EngineError | ProcessError | TaskServerError | RolloutsFailed | PublishError)
+    rollouts = EngineError | ProcessError | TaskServerError | RolloutsFailed | PublishError
+    return isinstance(error, rollouts | TrainerGroupError | CheckpointError | NonFiniteUpdateError)
 
 
 async def _until_signalled(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    """SIGTERM cancels the work as Ctrl-C does, so that everything started is ended."""
-    task = asyncio.ensure_future(work)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
-    return await task
+    cancel_on_signals()
+    return await work
 
 
 def _report(summary: dict[str, Any], console: Console) -> None:
     console.print(f"done in {summary['seconds']:.0f} s: {summary['model']}")
     for task, after in summary["reward_after"].items():
-        before = summary["reward_before"].get(task, {})
-        parts = [f"{name} {before.get(name) or 0:.2f} -> {after[name] or 0:.2f}" for name in after]
+        before = summary["reward_before"][task]
+        parts = [f"{name} {before[name]:.2f} -> {after[name]:.2f}" for name in after]
         console.print(f"  {task}: reward {', '.join(parts)}")
 
 

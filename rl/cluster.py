@@ -19,6 +19,7 @@ def start_ray(config: ClusterConfig, stack: AsyncExitStack) -> None:
         ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
     else:
         ray.init(
+            address="local",  # never a Ray that happens to run here
             num_cpus=config.cpus,
             include_dashboard=False,
             log_to_driver=False,

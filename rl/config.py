@@ -95,6 +95,8 @@ class RolloutConfig(Section):
     """Times in a row that an episode is refused by a full or unreachable server before it counts as failed."""
     max_failures_in_a_row: int = Field(64, gt=0)
     """Failed episodes of one task without a success between, after which the run stops."""
+    max_dropped_groups: int = Field(1000, gt=0)
+    """Groups dropped while one batch is waited for (all of one reward, failed), after which the run stops."""
     save_trajectories: bool = True
     gateway_host: str = "127.0.0.1"
     gateway_port: int = Field(0, ge=0, lt=65536)
@@ -122,7 +124,6 @@ class ClusterConfig(Section):
     cpus: int = Field(2, gt=0)
     """That the local Ray is told it has."""
     object_store_bytes: int = Field(128 * 2**20, ge=80 * 2**20)
-    start_timeout_s: float = Field(120.0, gt=0)
 
 
 class TrackingConfig(Section):

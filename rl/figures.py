@@ -9,11 +9,13 @@ import numpy as np
 
 from rl.tracking import Sample
 from rollout.orchestrator import Batch
+from rollout.scheduler import DroppedGroup
 from rollout.trajectory import Trajectory
 
 
-def rollout_figures(batch: Batch, version: int) -> dict[str, float]:
-    """Rewards, lengths, staleness (weight versions between sampling and training) and stop reasons of a batch.
+def rollout_figures(batch: Batch, dropped: Sequence[DroppedGroup], version: int) -> dict[str, float]:
+    """Rewards, lengths, staleness (weight versions between sampling and training), stop reasons and the tasks' own
+    metrics of a batch.
 
     Args:
         version: weight version that the batch is trained on.
@@ -30,15 +32,24 @@ def rollout_figures(batch: Batch, version: int) -> dict[str, float]:
         figures |= {"staleness_max": float(lags.max()), "staleness_mean": float(lags.mean())}
     figures["action_tokens"] = float(len(lags))
     figures["sequence_tokens_mean"] = float(np.mean([len(t) for t in batch.trajectories]))
-    figures["turns_mean"] = float(np.mean([t.metrics.get("turns", 0.0) for t in rollouts.values()]))
+    figures |= _task_metrics(list(rollouts.values()))
     figures["mixed_version_share"] = float(np.mean([_is_mixed(t) for t in batch.trajectories]))
     stops = Counter(t.stop_reason for t in rollouts.values())
     figures |= {f"stop/{reason}": count / len(rollouts) for reason, count in sorted(stops.items())}
-    figures["stale_rollouts"] = float(sum(batch.stale))
-    dropped = Counter(group.reason for group in batch.dropped)
-    figures |= {f"dropped_groups/{reason}": float(count) for reason, count in sorted(dropped.items())}
+    figures["stale_rollouts"] = float(sum(member.stale for group in batch.groups for member in group.members))
+    reasons = Counter(group.reason for group in dropped)
+    figures |= {f"dropped_groups/{reason}": float(count) for reason, count in sorted(reasons.items())}
     figures |= {f"failed_episodes/{task}": float(count) for task, count in sorted(batch.failures.items())}
     return figures
+
+
+def _task_metrics(rollouts: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean of each metric that a task's episodes report, as ``episode/TASK/NAME``."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for t in rollouts:
+        for name, value in t.metrics.items():
+            values[f"episode/{t.task}/{name}"].append(value)
+    return {name: float(np.mean(numbers)) for name, numbers in sorted(values.items())}
 
 
 def _is_mixed(trajectory: Trajectory) -> bool:

@@ -1,9 +1,13 @@
-"""Small files that are whole or not there."""
+"""Small files: whole or not there, and taken back after a crash."""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -11,3 +15,19 @@ def write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     os.replace(partial, path)
+
+
+def drop_lines_after(path: Path, step: int) -> None:
+    """Take back what a run logged after the checkpoint that it resumes from (and a last line that was cut)."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            log.warning("%s: dropped a line that was cut by a crash", path)
+            continue
+        if row.get("phase") == "sft" or row["step"] <= step:
+            kept.append(line)
+    write_atomically(path, "".join(line + "\n" for line in kept))

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rl.tracking import drop_lines_after
-from rollout.orchestrator import Batch
 from rollout.prompts import PromptRef
+from rollout.scheduler import DroppedGroup, TakenGroup
 
 
 class Ledger:
-    """``ledger.jsonl`` of a run. On resume, lines after the checkpoint's step are taken back: their prompts are
-    outstanding in the checkpoint and come again."""
+    """``ledger.jsonl`` of a run."""
 
-    def __init__(self, path: Path, resume_step: int) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        drop_lines_after(path, resume_step)
 
-    def record(self, step: int, batch: Batch) -> None:
+    def record(self, step: int, trained: Sequence[TakenGroup], dropped: Sequence[DroppedGroup]) -> None:
         """Called once the step's weights exist; flushed before the checkpoint that contains them."""
-        rows = [(group.ref, "trained") for group in batch.groups]
-        rows += [(group.ref, f"dropped:{group.reason}") for group in batch.dropped]
+        rows = [(group.ref, "trained") for group in trained]
+        rows += [(group.ref, f"dropped:{group.reason}") for group in dropped]
         with self.path.open("a") as file:
             for ref, fate in rows:
                 line = {"step": step, "task": ref.task, "epoch": ref.epoch, "prompt_id": ref.prompt_id, "fate": fate}

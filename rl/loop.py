@@ -18,7 +18,7 @@ from rl.parts import Parts, Rewards
 from rl.trainer.result import UpdateResult
 from rollout.orchestrator import Batch, Orchestrator
 from rollout.prompts import PromptStream
-from rollout.scheduler import Scheduler, SchedulerConfig, SchedulerState, Verdict
+from rollout.scheduler import DroppedGroup, Scheduler, SchedulerConfig, SchedulerState, Verdict
 from rollout.trajectory import Trajectory
 from rollout.trajectory_file import load_trajectories, save_trajectories
 
@@ -62,7 +62,8 @@ def build_orchestrator(parts: Parts, state: SchedulerState | None) -> Orchestrat
             group_size=algorithm.group_size,
             groups_per_step=config.rollout.groups_per_step,
             steps_ahead=config.rollout.staleness,
-            max_lag=algorithm.max_staleness,
+            total_steps=config.steps,
+            max_lag=algorithm.max_staleness if algorithm.drops_stale else None,
             max_rollouts=config.rollout.max_rollouts,
             max_attempts=config.rollout.max_attempts,
             max_refusals=config.rollout.max_refusals,
@@ -81,6 +82,7 @@ def build_orchestrator(parts: Parts, state: SchedulerState | None) -> Orchestrat
         config.rollout.temperature,
         config.seed,
         config.rollout.max_failures_in_a_row,
+        config.rollout.max_dropped_groups,
     )
 
 
@@ -88,52 +90,60 @@ async def rl_loop(parts: Parts, orchestrator: Orchestrator, first_step: int, rew
     """Collect, update, publish, from ``first_step`` to the last; generation goes on meanwhile as far as the staleness
     allows."""
     config, folder, stopwatch = parts.plan.config, parts.plan.folder, parts.stopwatch
-    ledger = Ledger(folder.ledger, first_step - 1)
+    ledger = Ledger(folder.ledger)
+    seconds = stopwatch.read()
     orchestrator.start()
     try:
         for step in range(first_step, config.steps + 1):
-            before = stopwatch.read()
             with stopwatch.phase("generate"):
                 batch = await orchestrator.next_batch()
             stopwatch.move("generate", "wait", batch.idle_s)
             if config.rollout.save_trajectories:
                 path = folder.trajectories(step)
                 await asyncio.to_thread(save_trajectories, path, batch.trajectories, batch.stale, step - 1)
-            probed_gap = await _probe(parts, batch, step - 1)
-            with stopwatch.phase("train"):
-                result = await parts.trainer.update(batch.trajectories, step - 1, parts.plan.algorithm)
-            if probed_gap is not None:
-                result = dataclasses.replace(result, logprob_gap_max=probed_gap)
+            result = await _train(parts, batch, step - 1)
             orchestrator.trained()
             with stopwatch.phase("publish"):
                 await parts.publish(step)
-            orchestrator.published(step)
-            ledger.record(step, batch)
-            _log_step(parts, orchestrator, step, batch, result, before)
-            if step == config.steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                await _save_checkpoint(parts, orchestrator, step, rewards_before)
             if config.evaluation.every and step % config.evaluation.every == 0 and step < config.steps:
                 with stopwatch.phase("evaluate"):
                     await parts.evaluate(step)
+            orchestrator.published(step)
+            # From here to the snapshot inside _save_checkpoint nothing is awaited: see Orchestrator.take_dropped.
+            dropped = orchestrator.take_dropped()
+            ledger.record(step, batch.groups, dropped)
+            seconds = _log_step(parts, orchestrator, step, batch, dropped, result, seconds)
+            if step == config.steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                await _save_checkpoint(parts, orchestrator, step, rewards_before)
     finally:
         await orchestrator.stop()
 
 
-async def _probe(parts: Parts, batch: Batch, version: int) -> float | None:
-    """The log-prob gap of a batch that has no token of the current weights, measured on purpose."""
-    if any((t.weight_versions == version).any() for t in batch.trajectories):
-        return None
-    return await parts.probe_logprob_gap(batch.trajectories)
+async def _train(parts: Parts, batch: Batch, version: int) -> UpdateResult:
+    """One update. Where the batch has no token of the current weights, the log-prob gap is measured on purpose."""
+    own = any((t.weight_versions == version).any() for t in batch.trajectories)
+    probed = None if own else await parts.probe_logprob_gap(batch.trajectories)
+    with parts.stopwatch.phase("train"):
+        result = await parts.trainer.update(batch.trajectories, version, parts.plan.algorithm)
+    return result if own else dataclasses.replace(result, logprob_gap_max=probed)
 
 
 def _log_step(
-    parts: Parts, orchestrator: Orchestrator, step: int, batch: Batch, result: UpdateResult, before: dict[str, float]
-) -> None:
-    figures = rollout_figures(batch, step - 1) | _update_figures(result)
+    parts: Parts,
+    orchestrator: Orchestrator,
+    step: int,
+    batch: Batch,
+    dropped: list[DroppedGroup],
+    result: UpdateResult,
+    before: dict[str, float],
+) -> dict[str, float]:
+    """Log a step's figures; returns the stopwatch's reading. A step's seconds go from the row before to this one."""
+    figures = rollout_figures(batch, dropped, step - 1) | _update_figures(result)
     figures |= {f"scheduler/{name}": value for name, value in orchestrator.scheduler.gauges().items()}
-    stats = parts.generating.gateway.stats
-    figures |= {"turns_total": float(stats.turns), "resumptions_total": float(stats.resumptions)}
-    seconds = {name: value - before.get(name, 0.0) for name, value in parts.stopwatch.read().items()}
+    gateway = dataclasses.asdict(parts.generating.gateway.stats)
+    figures |= {f"gateway/{name}": float(value) for name, value in gateway.items()}
+    reading = parts.stopwatch.read()
+    seconds = {name: value - before.get(name, 0.0) for name, value in reading.items()}
     wall = sum(seconds.values())
     figures |= {f"seconds/{name}": value for name, value in sorted(seconds.items()) if value}
     figures |= {"seconds/step": wall, "tokens_per_second": figures["action_tokens"] / wall}
@@ -150,6 +160,7 @@ def _log_step(
         if name.startswith("dropped/"):
             reason = name.removeprefix("dropped/")
             totals.dropped_rollouts[reason] = totals.dropped_rollouts.get(reason, 0) + int(value)
+    return reading
 
 
 def _update_figures(result: UpdateResult) -> dict[str, float]:
@@ -172,15 +183,15 @@ def _update_figures(result: UpdateResult) -> dict[str, float]:
 async def _save_checkpoint(parts: Parts, orchestrator: Orchestrator, step: int, rewards_before: Rewards) -> None:
     folder = parts.plan.folder
     with parts.stopwatch.phase("checkpoint"):
+        parts.totals.turns = parts.turns
         state = {
             "step": step,
-            "seed": parts.plan.config.seed,
-            "groups_per_step": parts.plan.config.rollout.groups_per_step,
+            **parts.plan.lineage(),
+            "initial_model": str(parts.model_dir),
             "scheduler": orchestrator.snapshot().model_dump(),
             "rewards_before": rewards_before,
             "totals": dataclasses.asdict(parts.totals),
             "seconds_by_phase": parts.stopwatch.read(),
-            "turns": parts.generating.gateway.stats.turns,
         }
         await parts.trainer.save_checkpoint(folder.checkpoint(step), state)
         folder.prune_checkpoints(parts.plan.config.checkpoint.keep)

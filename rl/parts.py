@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,13 +19,16 @@ from rl.weights.publisher import Fallback, publish
 from rl.weights.serialize import directory_shapes
 from rl.weights.transports import TensorTransport
 from rollout.chat import ChatRenderer
+from rollout.engine.protocol import EngineError
 from rollout.evaluation import evaluate
 from rollout.trajectory import Trajectory
 
 PROBES = 4
 """Sequences that a probe of the log-prob gap scores."""
 
-Rewards = dict[str, dict[str, float | None]]
+log = logging.getLogger(__name__)
+
+Rewards = dict[str, dict[str, float]]
 """By task: ``sampled`` and ``greedy``."""
 
 
@@ -36,6 +40,8 @@ class Totals:
     staleness_max: int = 0
     dropped_rollouts: dict[str, int] = field(default_factory=dict)
     publish_seconds_max: float = 0.0
+    turns: int = 0
+    """Of the model, up to the checkpoint that a run was resumed from."""
 
 
 @dataclass
@@ -47,6 +53,8 @@ class Parts:
     renderer: ChatRenderer
     say: Callable[[str], None]
     totals: Totals
+    model_dir: Path
+    """HF directory that trainer and engines loaded."""
     starting: asyncio.Task[Serving] | None = None
     """Servers on their way up."""
     serving: Serving | None = None
@@ -60,10 +68,16 @@ class Parts:
         if self.starting is not None and self.starting.done():
             self.starting.result()
 
-    async def wait_for_servers(self, model_dir: Path) -> None:
+    async def wait_for_servers(self) -> None:
         if self.starting is not None:
             self.serving = await self.starting
-            self.shapes = directory_shapes(model_dir)
+            self.shapes = directory_shapes(self.model_dir)
+
+    @property
+    def turns(self) -> int:
+        """Turns of the model in the whole run, those before a resume included."""
+        earlier = self.plan.resumed["totals"]["turns"] if self.plan.resumed else 0
+        return earlier + (self.serving.gateway.stats.turns if self.serving else 0)
 
     @property
     def generating(self) -> Serving:
@@ -75,20 +89,28 @@ class Parts:
         """Put the trainer's weights on every engine; returns the seconds in which none generated."""
         buckets = await self.trainer.weight_buckets()
         transport = TensorTransport(buckets, self.plan.config.engine.tensor_parallel)
-        done = await publish(self.generating.fleet.engines, transport, version, self.shapes, fallback=self.published)
+        fleet = self.generating.fleet
+        done = await publish(fleet.engines, transport, version, self.shapes, fallback=self.published)
+        fleet.weight_version = version
         self.published = Fallback(transport, version)
         self.totals.publish_seconds_max = max(self.totals.publish_seconds_max, done.seconds)
         return done.seconds
 
-    async def probe_logprob_gap(self, trajectories: Sequence[Trajectory]) -> float:
-        """Largest |trainer − engine log-prob| at temperature 1 over all tokens of a few sequences.
+    async def probe_logprob_gap(self, trajectories: Sequence[Trajectory]) -> float | None:
+        """Largest |trainer − engine log-prob| at temperature 1 over all tokens of a few sequences; None where the
+        engine can't say.
 
         For steps whose batch has no token of the current weights, so that sampling itself shows no gap. Both sides must
         hold the same version.
         """
-        probes = [t.replace(temperature=1.0) for t in trajectories[:PROBES]]
-        engine = self.generating.fleet.engines[0]
-        scored = await asyncio.gather(*(engine.score(t.token_ids.tolist()) for t in probes))
+        longest = self.plan.config.engine.context_length - 1  # the engine wants room for a token
+        probes = [_head(t, longest) for t in trajectories[:PROBES]]
+        try:
+            engine = self.generating.fleet.engines[0]
+            scored = await asyncio.gather(*(engine.score(t.token_ids.tolist()) for t in probes))
+        except EngineError as error:
+            log.warning("the log-prob gap was not measured: %s", error)
+            return None
         computed = await self.trainer.logprobs(probes)
         return max(float(np.abs(a - b).max()) for a, b in zip(scored, computed, strict=True))
 
@@ -100,12 +122,18 @@ class Parts:
             prompts = [(p.prompt_id, p.data) for p in options.prompts("eval")[: config.evaluation.prompts]]
             rewards[task] = {}
             for name, temperature in (("sampled", config.rollout.temperature), ("greedy", 0.0)):
-                result = await evaluate(
-                    self.generating.runner, task, prompts, temperature, config.seed, config.evaluation.concurrency
-                )
+                room = min(config.evaluation.concurrency, self.generating.slots[task])
+                result = await evaluate(self.generating.runner, task, prompts, temperature, config.seed, room)
                 if result.failed:
                     self.say(f"evaluation of {task}: {result.failed} of {len(prompts)} episodes failed")
                 rewards[task][name] = result.reward
-        figures = {f"{task}/{name}": r for task, by in rewards.items() for name, r in by.items() if r is not None}
+        figures = {f"{task}/{name}": r for task, by in rewards.items() for name, r in by.items()}
         self.tracker.log("eval", step, figures)
         return rewards
+
+
+def _head(trajectory: Trajectory, length: int) -> Trajectory:
+    """Its first tokens, at temperature 1."""
+    arrays = ("token_ids", "action_mask", "rollout_logprobs", "weight_versions", "turn_index")
+    cut = {name: getattr(trajectory, name)[:length] for name in arrays}
+    return trajectory.replace(temperature=1.0, routed_experts=None, **cut)

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from algorithms import registry as algorithms
 from algorithms.types import Algorithm
 from rl.config import SUPERVISED, ConfigError, RunConfig
 from rl.run_folder import RunFolder
 from rl.trainer.manifest import CheckpointError, read_manifest
+from rl.trainer.result import COMPUTED_NEEDS
 from rollout.processes import ProcessError, require_free_port
 from tasks.protocol import Task
 from tasks.registry import TaskError, load_task
@@ -31,9 +34,18 @@ class Plan:
     resumed: Mapping[str, Any] | None
     """What that checkpoint says of the run."""
 
-    @property
-    def group_size(self) -> int:
-        return self.algorithm.group_size
+    def lineage(self) -> dict[str, Any]:
+        """What must be the same for a checkpoint to be gone on from with every prompt accounted for."""
+        config = self.config
+        ids = {name: [p.prompt_id for p in task.prompts("train")] for name, task in self.tasks.items()}
+        digest = xxhash.xxh3_64(json.dumps(ids, sort_keys=True).encode()).hexdigest()
+        return {
+            "stage": config.stage,
+            "seed": config.seed,
+            "rollout.groups_per_step": config.rollout.groups_per_step,
+            "tasks": sorted(config.tasks),
+            "prompts": digest,
+        }
 
     @property
     def needs_engine(self) -> bool:
@@ -52,13 +64,25 @@ def check_run(config: RunConfig) -> Plan:
     algorithm = _algorithm(config)
     if config.model.checkpoint is not None:
         check_model_dir(config.model.checkpoint, "model.checkpoint")
+    _needs(config, algorithm)
     _batch(config, algorithm)
+    _resources(config)
     _ports(config)
     folder = RunFolder(config.run_dir)
-    if config.replay is not None and not sorted((config.replay / "trajectories").glob("step_*.npz")):
-        raise ConfigError(f"replay: {config.replay} has no trajectories (trajectories/step_*.npz); name a run's folder")
+    _replay(config)
     checkpoint = _checkpoint(config, folder)
-    return Plan(config, folder, algorithm, tasks, checkpoint, _resumed(config, checkpoint))
+    plan = Plan(config, folder, algorithm, tasks, checkpoint, _read_state(checkpoint))
+    _same_lineage(plan)
+    return plan
+
+
+def _replay(config: RunConfig) -> None:
+    if config.replay is None:
+        return
+    if not any((config.replay / "trajectories").glob("step_*.npz")):
+        raise ConfigError(f"replay: {config.replay} has no trajectories (trajectories/step_*.npz); name a run's folder")
+    if not (config.replay / "run.json").is_file():
+        raise ConfigError(f"replay: {config.replay} has no run.json, which says what weights the run began with")
 
 
 def _tasks(config: RunConfig) -> dict[str, Task]:
@@ -83,6 +107,24 @@ def _algorithm(config: RunConfig) -> Algorithm:
         return algorithms.build(name, config.algorithm)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _needs(config: RunConfig, algorithm: Algorithm) -> None:
+    missing = sorted(algorithm.needs - COMPUTED_NEEDS)
+    if missing:
+        raise ConfigError(
+            f"algorithm={config.algorithm['name']} with these options needs {', '.join(missing)}, which no stage "
+            "computes yet; choose another algorithm, or options that don't need them"
+        )
+
+
+def _resources(config: RunConfig) -> None:
+    wanted = config.trainer.world_size * config.trainer.cpus_per_rank
+    if config.cluster.address is None and wanted > config.cluster.cpus:
+        raise ConfigError(
+            f"trainer.world_size={config.trainer.world_size} · cpus_per_rank={config.trainer.cpus_per_rank:g} = "
+            f"{wanted:g} CPUs are more than cluster.cpus={config.cluster.cpus}: raise it, or lower the others"
+        )
 
 
 def _batch(config: RunConfig, algorithm: Algorithm) -> None:
@@ -147,25 +189,43 @@ def _checkpoint(config: RunConfig, folder: RunFolder) -> Path | None:
         return None
     if config.resume == "auto":
         return folder.newest_checkpoint()
-    path = Path(config.resume)
+    path = Path(config.resume).resolve()
     if not path.is_dir():
         raise ConfigError(f"resume: {path} does not exist; give a checkpoint's folder (runs/NAME/checkpoints/step_N)")
+    if path.parent != folder.checkpoints and folder.occupied:
+        raise ConfigError(
+            f"resume: {path} belongs to another run than run_dir={folder.path}, which holds one already; choose a new "
+            "run_dir to branch off from that checkpoint"
+        )
     return path
 
 
-def _resumed(config: RunConfig, checkpoint: Path | None) -> Mapping[str, Any] | None:
+def _read_state(checkpoint: Path | None) -> Mapping[str, Any] | None:
     if checkpoint is None:
         return None
     try:
         state: Mapping[str, Any] = read_manifest(checkpoint)["extra"]
     except CheckpointError as error:
         raise ConfigError(f"resume: {error}") from error
-    same = {"seed": config.seed, "groups_per_step": config.rollout.groups_per_step}
-    for key, value in same.items():
-        if state[key] != value:
-            name = "rollout.groups_per_step" if key == "groups_per_step" else key
-            raise ConfigError(
-                f"{name}={value}: the run that is resumed has {state[key]}; with another value its prompts could not "
-                "be accounted for"
-            )
+    if "initial_model" not in state:
+        raise ConfigError(f"resume: {checkpoint} was not saved by a run of an RL stage")
+    if not Path(state["initial_model"]).is_dir():
+        raise ConfigError(f"resume: {state['initial_model']}, which that run's model was loaded from, does not exist")
     return state
+
+
+def _same_lineage(plan: Plan) -> None:
+    if plan.resumed is None:
+        return
+    for key, value in plan.lineage().items():
+        before = plan.resumed[key]
+        if before == value:
+            continue
+        if key == "prompts":
+            raise ConfigError("resume: the tasks' train prompts are not those of the run that is resumed: check tasks")
+        raise ConfigError(
+            f"{key}={value}: the run that is resumed has {before}; with another value its prompts could not be "
+            "accounted for"
+        )
+    if plan.resumed["step"] > plan.config.steps:
+        raise ConfigError(f"steps={plan.config.steps}: the run that is resumed has done {plan.resumed['step']} already")

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from rl.config import ConfigError, RunConfig
-from rl.files import write_atomically
+from rl.files import drop_lines_after, write_atomically
 
 
 class RunIdentity(BaseModel):
@@ -81,30 +81,39 @@ class RunFolder:
         for old in sorted(self.checkpoints.glob("step_*"))[:-keep]:
             shutil.rmtree(old)
 
-    def drop_trajectories_after(self, step: int) -> None:
-        for path in (self.path / "trajectories").glob("step_*.npz"):
-            if int(path.stem.partition("_")[2]) > step:
-                path.unlink()
+    @property
+    def occupied(self) -> bool:
+        return (self.path / "run.json").exists() or self.metrics.exists()
 
-    def prepare(self, config: RunConfig, resuming: bool) -> None:
-        """Make the folder for this run.
+    def prepare(self, config: RunConfig, resume_step: int | None) -> None:
+        """Make the folder for this run. On a resume, take back what the run did after that checkpoint: its prompts are
+        outstanding in it, and come again.
 
         Raises:
             ConfigError: it holds a run that would be lost.
         """
-        occupied = (self.path / "run.json").exists() or self.metrics.exists()
-        if occupied and not resuming:
-            if not config.overwrite:
+        if self.occupied and resume_step is None:
+            if not config.overwrite and config.resume != "auto":
                 raise ConfigError(
                     f"run_dir: {self.path} holds a run already; choose another run_dir, or go on with resume=auto, or "
                     "replace it with overwrite=true"
                 )
-            shutil.rmtree(self.path)
+            shutil.rmtree(self.path)  # with resume=auto: it came to no checkpoint, so it begins anew
         self.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(
-            self.path / "config.yaml",
-            yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True),
-        )
+        if resume_step is not None:
+            self._take_back_after(resume_step)
+        text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        write_atomically(self.path / "config.yaml", text)
+
+    def _take_back_after(self, step: int) -> None:
+        drop_lines_after(self.metrics, step)
+        drop_lines_after(self.ledger, step)
+        for path in [*self.checkpoints.glob("step_*"), *(self.path / "trajectories").glob("step_*.npz")]:
+            if int(path.stem.partition("_")[2]) > step:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self.summary.unlink(missing_ok=True)
+        if self.final_model.exists():
+            shutil.rmtree(self.final_model)
 
     def identity(self) -> RunIdentity | None:
         path = self.path / "run.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -21,8 +22,9 @@ from rl.parts import Parts, Rewards, Totals
 from rl.plot import plot_rewards
 from rl.preflight import Plan
 from rl.serving import check_remote_tasks, start_serving
+from rl.signals import cancel_on_signals
 from rl.stopwatch import Stopwatch
-from rl.tracking import build_trackers, drop_lines_after
+from rl.tracking import build_trackers
 from rl.trainer.group import TrainerGroup
 from rollout.chat import ChatRenderer
 from rollout.orphans import OrphanWatch
@@ -35,17 +37,15 @@ transformers_logging.disable_progress_bar()  # its bars would break up ours
 async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
     """Run a checked plan to its end; returns what ``summary.json`` holds."""
     config, folder = plan.config, plan.folder
-    await check_remote_tasks(config)
-    folder.prepare(config, resuming=config.resume != "no")
+    if plan.needs_engine:
+        await check_remote_tasks(config)
     resumed = plan.resumed
+    folder.prepare(config, resumed["step"] if resumed else None)
     model_dir = _initial_model(plan)
     identity = folder.begin(config, _stage_model(plan, model_dir))
-    if resumed is not None:
-        console.print(f"resuming after step {resumed['step']} from {plan.checkpoint}")
-        drop_lines_after(folder.metrics, resumed["step"])
-        folder.drop_trajectories_after(resumed["step"])
-
-    stopwatch = Stopwatch()
+    if resumed:
+        console.print(f"resuming after step {resumed['step']} from {plan.checkpoint}", markup=False)
+    stopwatch = Stopwatch(resumed["seconds_by_phase"] if resumed else None)
     summary: dict[str, Any] = {}
     async with AsyncExitStack() as stack:
         stack.enter_context(OrphanWatch())
@@ -53,23 +53,25 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
         tracker = build_trackers(config, identity.run_id, _totals(plan), console)
         failed = True
         stack.push(lambda *_: tracker.finish(summary, failed))
+        say = functools.partial(console.print, markup=False)
         renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
         starting = None
         with stopwatch.phase("start"):
             if plan.needs_engine:
                 starting = asyncio.create_task(
-                    start_serving(config, renderer, model_dir, registry, stack, folder.logs, console.print)
+                    start_serving(config, renderer, model_dir, registry, stack, folder.logs, say)
                 )
                 await asyncio.sleep(0)  # the servers start while Ray does
             start_ray(config.cluster, stack)
+            cancel_on_signals()  # Ray has put its own handlers in our place
             trainer = await TrainerGroup.start(config.trainer)
             stack.push_async_callback(trainer.close)
             await trainer.load_model(model_dir)
         totals = Totals(**resumed["totals"]) if resumed else Totals()
-        parts = Parts(plan, tracker, stopwatch, trainer, renderer, console.print, totals, starting)
-        await _initial_sft(parts, model_dir)
+        parts = Parts(plan, tracker, stopwatch, trainer, renderer, say, totals, model_dir, starting)
+        await _initial_sft(parts)
         with stopwatch.phase("start"):
-            await parts.wait_for_servers(model_dir)
+            await parts.wait_for_servers()
         rewards = await _phases(parts)
         with stopwatch.phase("save"):
             await trainer.save_hf(folder.final_model)
@@ -84,15 +86,14 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
 def _initial_model(plan: Plan) -> Path:
     """HF directory that trainer and engines load: the given checkpoint, or fresh weights of the same shape."""
     config, folder = plan.config, plan.folder
+    if plan.resumed is not None:
+        return Path(plan.resumed["initial_model"])
     if config.replay is not None:
         return Path(json.loads((config.replay / "run.json").read_text())["initial_model"])
     if config.model.checkpoint is not None:
         return config.model.checkpoint
-    if folder.sft_model.is_dir():  # this run's own, from before it was interrupted
-        return folder.sft_model
     assert config.model.fresh is not None
-    if not folder.fresh_model.is_dir():
-        create_model(folder.fresh_model, config.model.fresh, config.seed)
+    create_model(folder.fresh_model, config.model.fresh, config.seed)
     return folder.fresh_model
 
 
@@ -102,13 +103,13 @@ def _stage_model(plan: Plan, model_dir: Path) -> Path:
 
 
 def _needs_sft(plan: Plan, model_dir: Path) -> bool:
-    return plan.config.stage not in SUPERVISED and model_dir == plan.folder.fresh_model
+    return plan.resumed is None and plan.config.stage not in SUPERVISED and model_dir == plan.folder.fresh_model
 
 
-async def _initial_sft(parts: Parts, model_dir: Path) -> None:
+async def _initial_sft(parts: Parts) -> None:
     """RL from fresh weights has nothing to reward: SFT on the tasks' demonstrations comes first."""
     plan = parts.plan
-    if not _needs_sft(plan, model_dir):
+    if not _needs_sft(plan, parts.model_dir):
         return
     parts.say("no model.checkpoint is given: the fresh model learns from the tasks' demonstrations first (stage sft)")
     await sft_loop(parts)
@@ -161,13 +162,8 @@ def _totals(plan: Plan) -> dict[str, int]:
 
 
 def _summary(parts: Parts, run_id: str, rewards: tuple[Rewards, Rewards]) -> dict[str, Any]:
-    config, totals, resumed = parts.plan.config, parts.totals, parts.plan.resumed
+    config, totals = parts.plan.config, parts.totals
     seconds = parts.stopwatch.read()
-    turns = parts.serving.gateway.stats.turns if parts.serving else 0
-    if resumed:
-        turns += resumed["turns"]
-        for phase, spent in resumed["seconds_by_phase"].items():
-            seconds[phase] = seconds.get(phase, 0.0) + spent
     ledger = parts.plan.folder.ledger
     dropped = count_dropped(read_fates(ledger).values()) if ledger.exists() else {}
     return {
@@ -183,7 +179,7 @@ def _summary(parts: Parts, run_id: str, rewards: tuple[Rewards, Rewards]) -> dic
         "staleness_max": totals.staleness_max,
         "dropped": dropped,
         "dropped_rollouts": totals.dropped_rollouts,
-        "turns": turns,
+        "turns": parts.turns,
         "publish_seconds_max": totals.publish_seconds_max,
         "model": str(parts.plan.folder.final_model),
     }

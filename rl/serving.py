@@ -16,7 +16,7 @@ from rollout.chat import ChatRenderer
 from rollout.engine.fleet import EngineFleet
 from rollout.episode import EpisodeRunner, EpisodeSettings
 from rollout.gateway import Gateway
-from rollout.processes import ManagedProcess, ProcessRegistry, free_port
+from rollout.processes import ManagedProcess, ProcessRegistry, free_ports
 from rollout.task_client import TaskClient, TaskServerError
 
 TASK_START_S = 60.0
@@ -56,9 +56,14 @@ async def start_serving(
     gateway = Gateway(fleet, renderer, config.engine.context_length, config.model.name)
     await gateway.start(config.rollout.gateway_host, config.rollout.gateway_port)
     stack.push_async_callback(gateway.stop)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(fleet.start(model_dir))
-        waits = {name: group.create_task(_wait_for_task(client, processes[name])) for name, client in clients.items()}
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fleet.start(model_dir))
+            waits = {
+                name: group.create_task(_wait_for_task(client, processes[name])) for name, client in clients.items()
+            }
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None  # it cancelled the others
     settings = {name: EpisodeSettings(task.max_tokens, task.episode_timeout_s) for name, task in config.tasks.items()}
     return Serving(
         fleet, gateway, EpisodeRunner(gateway, clients, settings), {name: wait.result() for name, wait in waits.items()}
@@ -96,8 +101,7 @@ def _task_servers(
     urls, processes = _urls(task), []
     if urls:
         return urls, []
-    for replica in range(task.replicas):
-        port = free_port()
+    for replica, port in enumerate(free_ports(task.replicas)):
         command = [sys.executable, "-m", "tasks.serve", name, "--port", str(port), "--slots", str(task.slots)]
         command += ["--options", json.dumps(task.options)]
         label = f"task-{name}-{replica}"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 
 class Stopwatch:
     """Counts seconds by phase. Phases don't nest; time outside any phase is ``other``."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, earlier: Mapping[str, float] | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """``earlier``: seconds that a run spent before it was resumed."""
         self.clock = clock
-        self.totals: defaultdict[str, float] = defaultdict(float)
+        self.totals: defaultdict[str, float] = defaultdict(float, earlier or {})
         self._since = clock()
         self._phase = "other"
 

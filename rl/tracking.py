@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +13,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from rl.config import RunConfig
-from rl.files import write_atomically
-
-log = logging.getLogger(__name__)
 
 Figures = Mapping[str, float]
 
@@ -42,14 +39,14 @@ class Tracker(Protocol):
 
 
 class JsonLinesTracker:
-    """``metrics.jsonl``: one object a step, flushed at once."""
+    """``metrics.jsonl``: one object a step, with the Unix time, flushed at once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: IO[str] = path.open("a")
 
     def log(self, phase: str, step: int, figures: Figures) -> None:
-        self._file.write(json.dumps({"phase": phase, "step": step, **figures}) + "\n")
+        self._file.write(json.dumps({"phase": phase, "step": step, "time": time.time(), **figures}) + "\n")
         self._file.flush()
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
@@ -57,22 +54,6 @@ class JsonLinesTracker:
 
     def finish(self, summary: Mapping[str, Any], failed: bool) -> None:
         self._file.close()
-
-
-def drop_lines_after(path: Path, step: int) -> None:
-    """Take back what a run logged after the checkpoint that it resumes from (and a last line that was cut)."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            log.warning("%s: dropped a line that was cut by a crash", path)
-            continue
-        if row.get("phase") == "sft" or row["step"] <= step:
-            kept.append(line)
-    write_atomically(path, "".join(line + "\n" for line in kept))
 
 
 class ConsoleTracker:

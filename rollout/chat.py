@@ -55,20 +55,20 @@ class ChatRenderer:
             stopped: whether the recorded reply ends with its stop token (else the template's closing is added).
 
         Returns:
-            None where the template does not render ``history + new`` as a continuation of ``history`` (it rewrites
-            earlier messages), so that the caller has to begin a new segment.
+            None where the template does not render the last reply's text, or not its stop token, so that the caller has
+            to begin a new segment. How the template renders earlier replies (some leave out their reasoning) does not
+            matter: the record keeps what was sampled.
         """
-        before = self._render([*history[:-1], {**history[-1], "content": _PLACEHOLDER}], generation_prompt=False)
-        after = self._render([*history[:-1], {**history[-1], "content": _PLACEHOLDER}, *new], generation_prompt=True)
-        _, found, closing = before.rpartition(_PLACEHOLDER)
-        if not found or not after.startswith(before):
+        marked = [*history[:-1], {**history[-1], "content": _PLACEHOLDER}, *new]
+        _, found, rest = self._render(marked, generation_prompt=True).rpartition(_PLACEHOLDER)
+        if not found:
             return None
         if stopped:
             eos = self.tokenizer.decode([self._eos()])
-            if not closing.startswith(eos):
+            if not rest.startswith(eos):
                 return None
-            closing = closing[len(eos) :]
-        return self._encode(closing + after[len(before) :])
+            rest = rest[len(eos) :]
+        return self._encode(rest)
 
     def _eos(self) -> int:
         if self.tokenizer.eos_token_id is None:

@@ -20,6 +20,10 @@ STOP_REASONS = {
 }
 
 
+class RolloutsFailed(RuntimeError):
+    """Episodes only fail, or are only dropped; the message names the task and the last reason."""
+
+
 @dataclass(frozen=True)
 class EpisodeSettings:
     """Limits of one task's episodes."""
@@ -56,7 +60,7 @@ class EpisodeRunner:
         """Play one episode to its end. Cancelling it closes its session and the server's episode.
 
         Raises:
-            TaskServerFull: no server took it.
+            TaskServerRefused: no server took it.
             TaskServerError: the server was lost or answered garbage.
         """
         session_id = uuid.uuid4().hex
@@ -76,6 +80,10 @@ class EpisodeRunner:
             record = await self.gateway.close(session_id)
         if status.state is not EpisodeState.COMPLETED:
             return EpisodeOutcome(False, 0.0, record.turns, [], status.error or status.state)
+        if not record.segments:
+            return EpisodeOutcome(
+                False, 0.0, 0, [], "it ended without a token: the prompt does not fit into the context"
+            )
         reward = status.reward or 0.0
         stop_reason = STOP_REASONS[status.end or EpisodeEnd.STOP]
         metrics = dict(status.metrics) | {"turns": float(record.turns)}

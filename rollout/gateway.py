@@ -25,7 +25,7 @@ from rollout.session import RolloutKey, SessionRecord
 log = logging.getLogger(__name__)
 
 MAX_RESUMPTIONS = 64
-"""How often one reply may be aborted by the engine (weights published, server lost) and resumed by prefix."""
+"""How often the engine may abort one reply, to be resumed by prefix."""
 
 NEUTRAL = {"top_p": 1, "n": 1, "presence_penalty": 0, "frequency_penalty": 0, "stream": False, "logprobs": False}
 """Request fields that may be given with this value only."""
@@ -85,8 +85,10 @@ class GatewayStats:
     sampled_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    """Prompt tokens that the engines' prefix caches spared."""
     resumptions: int = 0
     errors: int = 0
+    """Requests that an engine failed."""
 
 
 def _error(status: int, message: str, code: str) -> web.Response:
@@ -113,7 +115,10 @@ class Gateway:
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._chat)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
         app.router.add_get("/health", self._health)
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        # A client that is gone must not have a turn recorded that its environment never saw.
+        self._runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, shutdown_timeout=1.0, handler_cancellation=True
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, backlog=4096)
         await site.start()
@@ -137,12 +142,15 @@ class Gateway:
         session = self._sessions.pop(session_id)
         session.closed = True
         if session.in_flight:
-            try:
-                await self.engines.abort(sorted(session.in_flight))
-            except EngineError as error:
-                log.warning("requests of a closed session were not aborted, they end at their token limit: %s", error)
+            await self._abort(sorted(session.in_flight))
         self.engines.end_session(session_id)
         return session.record
+
+    async def _abort(self, request_ids: Sequence[str]) -> None:
+        try:
+            await self.engines.abort(request_ids)
+        except EngineError as error:
+            log.warning("requests that nobody waits for were not aborted, they end at their token limit: %s", error)
 
     @property
     def sessions(self) -> int:
@@ -167,6 +175,8 @@ class Gateway:
         if problem is not None:
             return _error(400, problem, "unsupported_sampling")
         async with session.lock:  # a segment is extended by one request at a time
+            if session.closed:
+                return _error(404, f"session {session_id} was closed", "session_not_found")
             return await self._reply(session_id, session, chat)
 
     def _refusal(self, chat: ChatRequest, temperature: float) -> str | None:
@@ -217,6 +227,9 @@ class Gateway:
             session.in_flight.add(request_id)
             try:
                 generation = await self.engines.generate(prompt + sampled, sampling, request_id, session_id)
+            except asyncio.CancelledError:
+                await asyncio.shield(self._abort([request_id]))
+                raise
             finally:
                 session.in_flight.discard(request_id)
             generations.append(generation)

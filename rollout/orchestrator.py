@@ -6,19 +6,15 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.episode import EpisodeOutcome, EpisodeRunner
+from rollout.episode import EpisodeOutcome, EpisodeRunner, RolloutsFailed
 from rollout.scheduler import DroppedGroup, RolloutResult, Scheduler, SchedulerState, Start, TakenGroup
 from rollout.session import RolloutKey
-from rollout.task_client import TaskServerError, TaskServerFull
+from rollout.task_client import TaskServerError, TaskServerFull, TaskServerRefused
 from rollout.trajectory import Trajectory
-
-
-class RolloutsFailed(RuntimeError):
-    """A task's episodes fail without a single success between; the message names the task and the last failure."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +25,6 @@ class Batch:
     stale: list[bool]
     """For each trajectory: kept for its group's baseline only."""
     groups: list[TakenGroup]
-    dropped: list[DroppedGroup]
-    """Groups that were dropped since the batch before."""
     failures: Mapping[str, int]
     """Failed episodes since the batch before, by task (retried ones included)."""
     generating_s: float
@@ -50,6 +44,7 @@ class Orchestrator:
         temperature: float,
         seed: int,
         max_failures_in_a_row: int,
+        max_dropped_groups: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
@@ -58,10 +53,12 @@ class Orchestrator:
         self.temperature = temperature
         self.seed = seed
         self.max_failures_in_a_row = max_failures_in_a_row
+        self.max_dropped_groups = max_dropped_groups
         self.clock = clock
         self._episodes: set[asyncio.Task[None]] = set()
         self._kept: dict[int, list[Trajectory]] = {}
         self._dropped: list[DroppedGroup] = []
+        self._dropped_since_batch: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._failures_in_a_row: Counter[str] = Counter()
         self._changed = asyncio.Event()
@@ -92,6 +89,12 @@ class Orchestrator:
         """The last batch is in the trainer's weights."""
         self.scheduler.trained()
 
+    def take_dropped(self) -> list[DroppedGroup]:
+        """Groups that were dropped since the call before. With no await between this, the ledger's record of them and
+        ``snapshot``, a prompt is either in the ledger or outstanding."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
     def snapshot(self) -> SchedulerState:
         return self.scheduler.snapshot()
 
@@ -103,7 +106,7 @@ class Orchestrator:
         """Wait for the next step's groups.
 
         Raises:
-            RolloutsFailed: a task's episodes only fail.
+            RolloutsFailed: a task's episodes only fail, or groups are dropped without end.
         """
         generating_s = idle_s = 0.0
         while True:
@@ -134,8 +137,8 @@ class Orchestrator:
         for group in taken:
             for member in group.members:
                 self._kept.pop(member.rollout_id, None)
-        batch = Batch(trajectories, stale, taken, self._dropped, self._failures, generating_s, idle_s)
-        self._dropped = []
+        batch = Batch(trajectories, stale, taken, self._failures, generating_s, idle_s)
+        self._dropped_since_batch = Counter()
         self._failures = Counter()
         return batch
 
@@ -168,8 +171,9 @@ class Orchestrator:
         data = self.prompts[ref.task][ref.prompt_id]
         try:
             outcome = await self.runner.run(key, data, self.temperature, self._rollout_seed(start))
-        except TaskServerFull as error:
-            self._note_failure(ref.task, str(error), episode=False)
+        except TaskServerRefused as error:
+            if not isinstance(error, TaskServerFull):
+                self._note_failure(ref.task, str(error), episode=False)
             self._forget([self.scheduler.refused(start.rollout_id, self.clock())])
             return
         except TaskServerError as error:
@@ -192,12 +196,20 @@ class Orchestrator:
                 f"task {task}: {self.max_failures_in_a_row} episodes in a row failed; the last one: {error}"
             )
 
-    def _forget(self, dropped: list[DroppedGroup] | list[DroppedGroup | None]) -> None:
+    def _forget(self, dropped: Sequence[DroppedGroup | None]) -> None:
         for group in dropped:
             if group is not None:
                 self._dropped.append(group)
+                self._dropped_since_batch[group.reason] += 1
                 for rollout_id in group.rollout_ids:
                     self._kept.pop(rollout_id, None)
+        if self._dropped_since_batch.total() > self.max_dropped_groups:
+            reasons = ", ".join(f"{reason} {count}" for reason, count in self._dropped_since_batch.most_common())
+            self._fatal = RolloutsFailed(
+                f"{self._dropped_since_batch.total()} groups were dropped without filling one batch ({reasons}): the "
+                "prompts are solved, too hard, or failing; see algorithm.filter_zero_variance and "
+                "rollout.max_dropped_groups"
+            )
 
     def _rollout_seed(self, start: Start) -> int:
         """Seed of a rollout's sampling: the same for the same rollout of a run, whatever runs beside it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
@@ -27,6 +28,8 @@ import psutil
 WRAPPER = Path(__file__).with_name("die_with_parent.py")
 KILL_WAIT_S = 5.0
 """How long SIGKILL may take to show; a process in an uninterruptible read can exceed it."""
+PORTS = range(20_000, 32_000)
+"""Below the ports that the kernel gives to outgoing connections, one of which could take ours before it is bound."""
 TAIL_LINES = 20
 TAIL_BYTES = 16_384
 
@@ -254,12 +257,30 @@ def _ended(process: ManagedProcess, timeout_s: float) -> bool:
     return True
 
 
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """So many different TCP ports that were free a moment ago.
+
+    Raises:
+        ProcessError: where too few are.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        if len(found) == count:
+            break
+        with socket.socket() as listener:
+            try:
+                listener.bind((host, port))
+            except OSError:
+                continue
+        found.append(port)
+    if len(found) < count:
+        raise ProcessError(f"only {len(found)} of {count} ports of {PORTS} are free on {host}")
+    return found
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port that was free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind((host, 0))
-        port: int = listener.getsockname()[1]
-        return port
+    return free_ports(1, host)[0]
 
 
 def require_free_port(name: str, port: int, host: str = "127.0.0.1") -> None:

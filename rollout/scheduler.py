@@ -4,7 +4,7 @@ Control law. Let B be the groups of one step, η the steps that generation may r
 whose weights are published, T the groups taken into batches so far and O those admitted but neither taken nor dropped.
 A new group is admitted while
 
-    T + O < (v + 1 + η) · B
+    T + O < min(v + 1 + η, S) · B                     S: steps of the whole run
 
 so that a group is at most η versions old when the step that it was admitted for trains it; a dropped group leaves O and
 is replaced by the next prompt. Which task it comes from: the one that is furthest behind its share of the groups
@@ -39,6 +39,8 @@ class SchedulerConfig:
     groups_per_step: int
     steps_ahead: int
     """η"""
+    total_steps: int
+    """S"""
     max_lag: int | None
     """τ in weight versions; None keeps every rollout."""
     max_rollouts: int
@@ -197,7 +199,8 @@ class Scheduler:
         return decisions
 
     def _admit(self) -> None:
-        limit = (self.version + 1 + self.config.steps_ahead) * self.config.groups_per_step
+        steps = min(self.version + 1 + self.config.steps_ahead, self.config.total_steps)
+        limit = steps * self.config.groups_per_step
         while self._taken_groups + self._outstanding() < limit:
             task = min(self._streams, key=lambda name: (self._admitted[name] / self.config.shares[name], name))
             returned = self._returned[task]
@@ -234,9 +237,9 @@ class Scheduler:
         rollout = self._rollouts[rollout_id]
         rollout.refusals += 1
         self._refusals += 1
-        if rollout.refusals >= self.config.max_refusals:
-            return self.ended(rollout_id, RolloutResult(valid=False), now)
         self._in_flight[self._task_of(rollout_id)] -= 1
+        if rollout.refusals >= self.config.max_refusals:
+            return self._finish(rollout, RolloutResult(valid=False))
         self._delay(rollout_id, rollout.refusals, now)
         return None
 
@@ -250,12 +253,16 @@ class Scheduler:
         if rollout.result is not None:
             raise ValueError(f"rollout {rollout_id} ended twice")
         self._in_flight[self._task_of(rollout_id)] -= 1
+        rollout.refusals = 0
         rollout.attempt += 1
-        exhausted = rollout.attempt >= self.config.max_attempts or rollout.refusals >= self.config.max_refusals
-        if not result.valid and not exhausted:
+        if not result.valid and rollout.attempt < self.config.max_attempts:
             self._retries += 1
             self._delay(rollout_id, rollout.attempt, now)
             return None
+        return self._finish(rollout, result)
+
+    def _finish(self, rollout: _Rollout, result: RolloutResult) -> DroppedGroup | None:
+        """Take a rollout's final result; the last one of its group decides the group's fate."""
         rollout.result = result
         group = self._groups[rollout.group_id]
         results = [self._rollouts[member].result for member in group.rollout_ids]

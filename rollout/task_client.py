@@ -27,8 +27,16 @@ class TaskServerError(RuntimeError):
     """A task server gave no usable answer; the message names the task and the URL."""
 
 
-class TaskServerFull(TaskServerError):
-    """The server takes no episode now (429), or can't be reached: worth another try later."""
+class TaskServerRefused(TaskServerError):
+    """No server took the episode, nothing was started: worth another try later."""
+
+
+class TaskServerFull(TaskServerRefused):
+    """At least one server can be reached, and all that can are full (429)."""
+
+
+class TaskServerGone(TaskServerRefused):
+    """No server can be reached."""
 
 
 class TaskClient:
@@ -72,10 +80,18 @@ class TaskClient:
         """Start an episode and wait for its end, ``request.timeout_s`` seconds and a grace at most.
 
         Raises:
-            TaskServerFull: nothing was started.
+            TaskServerFull, TaskServerGone: nothing was started.
             TaskServerError: the episode was lost.
         """
-        url = min(self.urls, key=lambda candidate: self._load[candidate])
+        refusals: list[TaskServerRefused] = []
+        for url in sorted(self.urls, key=lambda candidate: self._load[candidate]):
+            try:
+                return await self._play_on(url, request)
+            except TaskServerRefused as refusal:
+                refusals.append(refusal)
+        raise next((refusal for refusal in refusals if isinstance(refusal, TaskServerFull)), refusals[0])
+
+    async def _play_on(self, url: str, request: EpisodeRequest) -> EpisodeStatus:
         self._load[url] += 1
         started = ended = False
         try:
@@ -106,7 +122,7 @@ class TaskClient:
         try:
             return await self._call("POST", f"{url}/episodes", EpisodeStatus, body=request)
         except aiohttp.ClientConnectionError as error:
-            raise TaskServerFull(f"task {self.task}: {url} can't be reached: {error}") from None
+            raise TaskServerGone(f"task {self.task}: {url} can't be reached: {error}") from None
 
     async def _cancel(self, url: str, episode_id: str) -> None:
         """Best effort: a server that does not hear of it fails the episode at its own timeout."""

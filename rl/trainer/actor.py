@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import random
-import socket
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from rl.trainer.config import TrainerConfig
+from rollout.processes import free_port
 
 if TYPE_CHECKING:
     from rl.trainer.worker import TrainerWorker
-
-
-PORTS = range(20_000, 32_000)
-"""Below the ports that the kernel gives to outgoing connections, one of which could take ours before it is bound."""
-
-
-def free_port() -> int:
-    """A port of this machine that nothing listens on now."""
-    for port in random.SystemRandom().sample(PORTS, 100):
-        with socket.socket() as listener:
-            try:
-                listener.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise RuntimeError(f"100 ports of {PORTS} are all in use")
 
 
 class RankActor:
@@ -39,7 +22,7 @@ class RankActor:
 
     def endpoint(self) -> tuple[str, int]:
         """This node's address and a port that is free on it now."""
-        return ray.util.get_node_ip_address(), free_port()
+        return ray.util.get_node_ip_address(), free_port("")
 
     def start(self, config: TrainerConfig, address: str, port: int) -> None:
         """Join the process group; returns when all ranks have."""

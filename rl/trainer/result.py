@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from algorithms.metrics import Metric
+from algorithms.types import Need
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class UpdateResult:
     """Hash of the reduced gradient before clipping, over all ranks, below 2^53; None unless ``digest_gradients``."""
     seconds: Mapping[str, float]
     """Wall time of rank 0 by part."""
+
+
+COMPUTED_NEEDS = frozenset({Need.OLD_LOGPROBS})
+"""What an update computes for an algorithm."""
 
 
 class NonFiniteUpdateError(ArithmeticError):

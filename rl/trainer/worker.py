@@ -28,7 +28,7 @@ from rl.batch import RolloutKey, SampleTokens, TrainBatch, build_batch, loss_inp
 from rl.stopwatch import Stopwatch
 from rl.trainer import platform
 from rl.trainer.config import OptimizerConfig, TrainerConfig
-from rl.trainer.result import MissingInputError, NonFiniteUpdateError, UpdateResult
+from rl.trainer.result import COMPUTED_NEEDS, MissingInputError, NonFiniteUpdateError, UpdateResult
 from rl.trainer.schedule import learning_rate
 from rl.weights.serialize import Bucket, make_buckets
 from rollout.trajectory import Trajectory
@@ -49,6 +49,7 @@ from rl.trainer.collective import gather_objects, on_rank_zero
 from rl.trainer.forward import batch_logprobs, batch_topk, run_passes
 from rl.trainer.indexer_update import update_indexer
 from rl.trainer.model import PolicyModel, build_model, read_hf_config
+from rl.trainer.offload import Offload
 from rl.trainer.optimizer import Optimizer
 
 LOSS, GAP_MAX, GAP_MEAN = "_loss", "_gap_max", "_gap_mean"
@@ -88,11 +89,13 @@ class TrainerWorker:
             config.parallel, rank, world_size, master_address, master_port, config.timeout_s, config.seed
         )
         self._checkpoints = Checkpoints(config.timeout_s)
+        self._offload = Offload()
 
     def close(self) -> None:
         try:
             self._checkpoints.close()
         finally:
+            self._offload.close()
             platform.shutdown_distributed()
 
     def load_model(self, hf_dir: Path) -> None:
@@ -102,6 +105,7 @@ class TrainerWorker:
             UnsupportedModelError: names what is not supported.
             WeightMismatchError: names the tensors.
         """
+        self._offload.onload()  # what is away belongs to the model that goes
         hf = read_hf_config(hf_dir)
         model = build_model(hf, self.config)
         convert.load_hf(model, hf, hf_dir)
@@ -129,6 +133,8 @@ class TrainerWorker:
     def loaded(self) -> _Loaded:
         if self._loaded is None:
             raise RuntimeError("no model is loaded; call load_model first")
+        if self._offload.away:
+            raise RuntimeError("the model is in host memory; call onload first")
         return self._loaded
 
     def update(
@@ -199,7 +205,7 @@ class TrainerWorker:
         return [[samples[index] for index in members] for members in mine], sum(lengths)
 
     def _with_needs(self, batch: TrainBatch, algorithm: Algorithm) -> TrainBatch:
-        missing = sorted(algorithm.needs - {Need.OLD_LOGPROBS})
+        missing = sorted(algorithm.needs - COMPUTED_NEEDS)
         if missing:
             raise MissingInputError(f"{type(algorithm).__name__} needs {missing}; this trainer computes old_logprobs")
         if Need.OLD_LOGPROBS not in algorithm.needs:
@@ -290,6 +296,18 @@ class TrainerWorker:
         else:
             _exhaust(weights)
         dist.barrier()
+
+    def offload(self) -> int:
+        """Move weights and optimizer to host memory and drop the gradients, so that an engine can have the device;
+        returns the bytes that this rank's device gained. Until ``onload`` nothing else works. Idempotent."""
+        loaded = self._loaded
+        if loaded is None:
+            raise RuntimeError("no model is loaded; call load_model first")
+        return self._offload.offload([loaded.module], loaded.optimizer)
+
+    def onload(self) -> None:
+        """Bring back what ``offload`` moved. Idempotent."""
+        self._offload.onload()
 
     def save_checkpoint(self, directory: Path, extra: Mapping[str, Any], background: bool = False) -> None:
         """See ``Checkpoints.save``. A collective of all ranks."""

@@ -31,7 +31,9 @@ class EngineConfig(BaseModel):
     """Share of a GPU's memory for weights and KV pool; None lets SGLang choose."""
     prefix_cache: bool = True
     deterministic: bool = False
-    """Sampling depends on ``Sampling.seed`` alone, not on the batch; slower."""
+    """Sampling depends on ``Sampling.seed`` alone, not on the batch; slower. Without it those seeds are ignored."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Of a server's own random numbers."""
     cpu_threads: int = Field(1, gt=0)
     """Threads of one CPU server's matrix products."""
     port: int | None = Field(None, gt=0, lt=65_536)
@@ -96,6 +98,7 @@ def _arguments(config: EngineConfig, model_dir: Path, port: int, weight_version:
         "context-length": config.context_length,
         "max-running-requests": config.max_running_requests,
         "weight-version": str(weight_version),
+        "random-seed": config.seed,
         "skip-tokenizer-init": True,  # ids in, ids out: nothing to decode
         "skip-server-warmup": True,  # the fleet's first request does that
         "log-level": "warning",

@@ -12,7 +12,7 @@ from rollout.engine.config import EngineConfig, command, environment
 from rollout.engine.protocol import EngineError, Generation, Sampling
 from rollout.engine.routing import Router
 from rollout.engine.sglang import SGLangEngine, Timeouts
-from rollout.processes import ManagedProcess, ProcessError, ProcessRegistry, free_port, require_free_port
+from rollout.processes import ManagedProcess, ProcessError, ProcessRegistry, free_ports, require_free_port
 
 DEATH_POLL_S = 0.5
 """How often it is looked whether a server's process still runs."""
@@ -59,11 +59,20 @@ class EngineFleet:
         self._router = Router(config.servers)
         self._requests: dict[str, int] = {}
         self._watches: list[asyncio.Task[None]] = []
+        self.weight_version = 0
+        """Of the last publication; whoever publishes sets it."""
 
     @property
     def engines(self) -> Sequence[SGLangEngine]:
-        """One a server, also for those that are lost."""
-        return [server.engine for server in self._servers]
+        """Those that take requests. A lost one comes back only with the weights that these have.
+
+        Raises:
+            EngineError: none is left.
+        """
+        live = [server.engine for server in self._servers if server.lost is None]
+        if not live:
+            raise EngineError(f"no inference server is left: {self.lost or 'none was started'}")
+        return live
 
     @property
     def processes(self) -> Sequence[ManagedProcess]:
@@ -87,6 +96,7 @@ class EngineFleet:
             EngineError: where a server generates nothing within ``start_timeout_s``.
         """
         ports = self._ports()
+        self.weight_version = weight_version
         try:
             for index, port in enumerate(ports):
                 self._servers.append(self._launch(index, port, model_dir, weight_version))
@@ -138,7 +148,7 @@ class EngineFleet:
 
     def _ports(self) -> list[int]:
         if self.config.port is None:
-            return [free_port() for _ in range(self.config.servers)]
+            return free_ports(self.config.servers)
         ports = [self.config.port + index for index in range(self.config.servers)]
         for index, port in enumerate(ports):
             require_free_port(f"engine-{index}", port)
@@ -203,7 +213,7 @@ class EngineFleet:
             await asyncio.sleep(self.config.health_interval_s)
             if await server.engine.health():
                 failures = 0
-                if server.lost is not None and server.process.exit_code is None:
+                if server.lost is not None and await self._is_current(server):
                     server.lost = None
                     self._router.set_healthy(server.index, True)
                     self._on_progress(f"{server.name} is healthy again")
@@ -211,6 +221,15 @@ class EngineFleet:
                 failures += 1
                 if failures == FAILURES_UNTIL_LOST:
                     await self._lose(server, f"{server.name} at {server.engine.url} does not generate")
+
+    async def _is_current(self, server: _Server) -> bool:
+        """Whether a server that was lost may take requests again: nothing was published without it."""
+        if server.process.exit_code is not None:
+            return False
+        try:
+            return await server.engine.weight_version() == self.weight_version
+        except EngineError:
+            return False
 
     async def _lose(self, server: _Server, reason: str) -> None:
         """Take a server out of routing and fail what it has in flight, which would else wait for its timeout."""

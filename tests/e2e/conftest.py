@@ -56,9 +56,10 @@ class Run:
         return self.process.returncode
 
     def wait_for_step(self, step: int) -> None:
-        """Until the metrics of an RL step are there."""
+        """Until this process has logged an RL step, not one that it resumed after."""
         deadline = time.monotonic() + RUN_TIMEOUT_S
-        while not any(row["phase"] == "rl" and row["step"] >= step for row in self.rows()):
+        begun = self.process.create_time()
+        while not any(row["phase"] == "rl" and row["step"] >= step and row["time"] > begun for row in self.rows()):
             self.look()
             assert self.process.poll() is None, self.text()[-3000:]
             assert time.monotonic() < deadline, self.text()[-3000:]

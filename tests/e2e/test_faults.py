@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 
+import pytest
+
 from rl.cli import EXIT_FAILED, EXIT_INTERRUPTED
 from rl.ledger import read_fates
 
@@ -45,11 +47,12 @@ def test_kill_9_leaves_nothing_and_a_resume_trains_each_prompt_once(launch):
     assert sum(fate == ["trained"] for fate in fates.values()) == 6 * 4
 
 
-def test_ctrl_c_ends_the_run_in_order(launch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_the_run_in_order(launch, number):
     run = launch("interrupted", *LONG)
     run.wait_for_step(1)
     run.look()
-    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(number)
     assert run.wait(60) == EXIT_INTERRUPTED
     assert "go on with resume=auto" in run.text()
     assert run.survivors() == []
@@ -63,6 +66,16 @@ def test_a_lost_task_server_fails_the_run_by_name_and_ends_it(launch):
     assert run.wait(120) == EXIT_FAILED
     said = run.text().replace("\n", " ")
     assert "task sorting: 8 episodes in a row failed" in said
+    assert "Traceback" not in said
+    assert run.survivors() == []
+
+
+def test_an_engine_that_does_not_start_is_named_with_the_end_of_its_log(launch):
+    run = launch("refused", *LONG, "+engine.extra_args={no-such-flag: 1}")
+    assert run.wait(120) == EXIT_FAILED
+    said = run.text()
+    assert "run failed: engine-0" in said
+    assert "unrecognized arguments: --no-such-flag" in said
     assert "Traceback" not in said
     assert run.survivors() == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import torch
@@ -12,6 +13,8 @@ from rl.ledger import read_fates
 from rl.trainer.manifest import read_manifest
 from rollout.trajectory_file import load_trajectories
 from tests.e2e.wandb_file import records
+
+PHASES = ("generate", "wait", "train", "publish", "checkpoint", "evaluate", "other")
 
 
 def test_the_folder_holds_all_of_the_run(finished):
@@ -37,16 +40,16 @@ def test_log_probs_of_engine_and_trainer_agree_at_every_step(finished):
 
 
 def test_every_second_of_a_step_has_a_phase(finished):
-    for row in finished.rows():
-        if row["phase"] != "rl":
-            continue
-        parts = {name: row.get(f"seconds/{name}", 0.0) for name in ("generate", "wait", "train", "publish", "other")}
-        parts["checkpoint"] = row.get("seconds/checkpoint", 0.0)
+    rows = [row for row in finished.rows() if row["phase"] == "rl"]
+    for before, row in itertools.pairwise(rows):
+        parts = {name: row.get(f"seconds/{name}", 0.0) for name in PHASES}
         assert abs(sum(parts.values()) - row["seconds/step"]) < 1e-6
+        assert abs(row["time"] - before["time"] - row["seconds/step"]) < 0.1  # the clock on the wall
         assert parts["train"] > 0
         assert parts["publish"] > 0
     summary = finished.summary()
     assert abs(sum(summary["seconds_by_phase"].values()) - summary["seconds"]) < 0.1
+    assert summary["turns"] > 4 * 16
 
 
 def test_trajectories_are_recorded_and_the_ledger_has_each_prompt_once(finished):

@@ -15,7 +15,9 @@ import psutil
 import pytest
 
 from rl.cli import EXIT_BAD_CONFIG, train
-from rl.fresh_model import FreshModel, create_model
+from rl.config import FreshModel
+from rl.fresh_model import create_model
+from rl.trainer.manifest import FORMAT
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +44,9 @@ def refuse(capsys, *overrides):
         ([], "add +stage=NAME, one of sft, agent_rl"),
         (["stage=sft"], "write +stage=sft"),
         (["+stage=sft", "+stage=agent_rl"], "a run has one stage"),
-        (["+stage=[sft,agent_rl]"], "a run has one stage"),
+        (["+stage=[sft,agent_rl]"], "+stage=[sft,agent_rl]: a run has one stage"),
+        (["+stage=agent_rl", "algorithm=sao"], "algorithm=sao with these options needs values, which no stage"),
+        (["+stage=agent_rl", "trainer.world_size=4"], "= 4 CPUs are more than cluster.cpus=2"),
         (["+stage=sfft"], "there is no such stage; one of sft"),
         (["+stage=agent_rl", "rollout.stalenes=1"], "rollout.stalenes: unknown key; did you mean rollout.staleness?"),
         (["+stage=agent_rl", "+rollout.stalenes=1"], "rollout.stalenes: unknown key; did you mean staleness?"),
@@ -51,7 +55,7 @@ def refuse(capsys, *overrides):
         (["+stage=agent_rl", "algorithm.group_size=1"], "algorithm.group_size"),
         (["+stage=agent_rl", "+algorithm.epsilon=1"], "algorithm.epsilon"),
         (["+stage=agent_rl", "steps=0"], "steps: Input should be greater than 0"),
-        (["+stage=agent_rl", "seed=x"], "seed: Input should be a valid integer"),
+        (["+stage=agent_rl", "checkpoint.keep=x"], "checkpoint.keep: Input should be a valid integer"),
         (["+stage=agent_rl", "tasks.calculator.max_tokens=500"], "does not fit into engine.context_length=128"),
         (["+stage=agent_rl", "engine.context_length=512"], "model.fresh.context_length=256"),
         (["+stage=agent_rl", "tasks.calculator.options.hi=0"], "tasks.calculator.options"),
@@ -173,6 +177,28 @@ def test_a_checkpoint_that_is_incomplete_or_of_another_run_is_named(capsys, tmp_
     checkpoint.mkdir()
     arguments = ["+stage=agent_rl", f"run_dir={tmp_path / 'run'}", f"resume={checkpoint}"]
     assert f"resume: {checkpoint} has no manifest.json" in refuse(capsys, *arguments)
-    state = {"step": 1, "seed": 7, "groups_per_step": 12}
-    (checkpoint / "manifest.json").write_text(json.dumps({"format": 1, "step": 1, "extra": state, "files": {}}))
+
+    def manifest(**state):
+        extra = {"format": FORMAT, "step": 1, "extra": {"step": 1, **state}, "files": {}}
+        (checkpoint / "manifest.json").write_text(json.dumps(extra))
+
+    manifest()
+    assert "was not saved by a run of an RL stage" in refuse(capsys, *arguments)
+    lineage = {"stage": "agent_rl", "seed": 0, "rollout.groups_per_step": 24, "tasks": ["calculator", "sorting"]}
+    model = {"initial_model": str(tmp_path)}
+    manifest(**model, **lineage | {"seed": 7})
     assert "seed=0: the run that is resumed has 7" in refuse(capsys, *arguments)
+    manifest(**model, **lineage | {"tasks": ["calculator"]})
+    assert "tasks=['calculator', 'sorting']: the run that is resumed has ['calculator']" in refuse(capsys, *arguments)
+    manifest(**model, **lineage, prompts="another digest")
+    assert "train prompts are not those of the run that is resumed" in refuse(capsys, *arguments)
+
+
+def test_a_checkpoint_of_another_run_does_not_touch_the_run_in_run_dir(capsys, tmp_path):
+    checkpoint = tmp_path / "a" / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "run.json").write_text("{}")
+    said = refuse(capsys, "+stage=agent_rl", f"run_dir={tmp_path / 'b'}", f"resume={checkpoint}").replace("\n", "")
+    assert "belongs to another run" in said
+    assert list((tmp_path / "b").iterdir()) == [tmp_path / "b" / "run.json"]

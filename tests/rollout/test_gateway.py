@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl.fresh_model import character_tokenizer
 from rollout.chat import ChatRenderer
 from rollout.gateway import Gateway
 from rollout.session import RolloutKey
@@ -111,7 +112,7 @@ def test_an_aborted_reply_goes_on_from_its_prefix_with_both_versions():
     assert resumptions == 1
 
 
-def test_a_rewritten_conversation_begins_a_segment_and_a_fork_keeps_its_prefix():
+def test_a_rewritten_conversation_and_a_fork_begin_segments():
     engines = ScriptedEngines(lambda prompt: "ok")
 
     async def play():
@@ -122,14 +123,52 @@ def test_a_rewritten_conversation_begins_a_segment_and_a_fork_keeps_its_prefix()
                 long[:1],
                 [*long, {"role": "user", "content": "b"}],
                 [{"role": "user", "content": "short"}],
+                [*long, {"role": "user", "content": "c"}],
             ):
                 await chat.chat.completions.create(model="policy", messages=messages)
             return await served.close("s")
 
-    first, second = run(play()).trajectories(1.0, StopReason.STOP, {})
+    first, second, third = run(play()).trajectories(1.0, StopReason.STOP, {})
     assert TOKENIZER.decode(first.token_ids) == "<user>a<assistant>ok<eos><user>b<assistant>ok<eos>"
     assert TOKENIZER.decode(second.token_ids) == "<user>short<assistant>ok<eos>"
-    assert (first.segment, second.segment) == (0, 1)
+    assert TOKENIZER.decode(third.token_ids) == "<user>a<assistant>ok<eos><user>c<assistant>ok<eos>"
+    assert third.action_mask.sum() == 3  # the reply that was sampled before the fork is trained in its own segment
+    assert [t.segment for t in (first, second, third)] == [0, 1, 2]
+
+
+REASONING_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<' + message.role + '>' }}"
+    "{%- if message.role == 'assistant' and loop.last -%}{{ '[think]' }}{%- endif -%}"
+    "{{ message.content }}"
+    "{%- if message.role == 'assistant' -%}{{ '<eos> ' }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<assistant>' }}{%- endif -%}"
+)
+
+
+def test_a_template_that_renders_the_last_reply_another_way_keeps_one_segment():
+    """As Qwen3's does, which leaves reasoning out of all but the last reply."""
+    tokenizer = character_tokenizer(256)
+    tokenizer.chat_template = REASONING_TEMPLATE
+    history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "12"}]
+    observation = ChatRenderer(tokenizer).observation(history, [{"role": "tool", "content": "b"}], stopped=True)
+    assert tokenizer.decode(observation) == " <tool>b<assistant>"
+
+
+def test_a_client_that_gives_up_leaves_no_turn_behind():
+    engines = ScriptedEngines(lambda prompt: "ok", delay_s=0.4)
+
+    async def play():
+        async with gateway(engines) as served:
+            chat = client(served.open("s", KEY, 1.0, None)).with_options(timeout=0.1)
+            with pytest.raises(openai.APITimeoutError):
+                await chat.chat.completions.create(model="policy", messages=[{"role": "user", "content": "a"}])
+            await asyncio.sleep(0.6)
+            return await served.close("s")
+
+    assert run(play()).segments == []
+    assert engines.aborted == ["s.0.0"]
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from rollout.episode import EpisodeRunner, EpisodeSettings
+from rollout.episode import EpisodeRunner, EpisodeSettings, RolloutsFailed
 from rollout.evaluation import evaluate
 from rollout.gateway import Gateway
-from rollout.orchestrator import Orchestrator, RolloutsFailed
+from rollout.orchestrator import Orchestrator
+from rollout.processes import free_port
 from rollout.prompts import PromptStream
 from rollout.scheduler import Scheduler, SchedulerConfig, Verdict
 from rollout.task_client import TaskClient, TaskServerError
@@ -34,33 +35,31 @@ def keep_all(rewards, valid):
 
 
 @asynccontextmanager
-async def orchestrator(engines, *, steps_ahead=1, slots=64, group_size=2, failures=8, timeout_s=10.0, url=None):
+async def orchestrator(
+    engines, *, steps_ahead=1, slots=64, failures=8, urls=(), judge=keep_all, context=200, max_dropped=100
+):
     async with AsyncExitStack() as stack:
-        if url is None:
-            url = await stack.enter_async_context(
-                listening(EpisodeServer(load_task("calculator", {}), slots), "127.0.0.1", 0)
-            )
-        client = await stack.enter_async_context(TaskClient("calculator", [url]))
-        gateway = Gateway(engines, renderer(), 200, "policy")
+        server = EpisodeServer(load_task("calculator", {}), slots)
+        url = await stack.enter_async_context(listening(server, "127.0.0.1", 0))
+        client = await stack.enter_async_context(TaskClient("calculator", [*urls, url]))
+        gateway = Gateway(engines, renderer(), context, "policy")
         await gateway.start("127.0.0.1", 0)
         stack.push_async_callback(gateway.stop)
-        scheduler = Scheduler(
-            SchedulerConfig(
-                group_size=group_size,
-                groups_per_step=2,
-                steps_ahead=steps_ahead,
-                max_lag=None,
-                max_rollouts=64,
-                max_attempts=2,
-                max_refusals=20,
-                shares={"calculator": 1.0},
-                slots={"calculator": 1000},
-            ),
-            {"calculator": PromptStream("calculator", list(PROMPTS), 0)},
-            keep_all,
+        config = SchedulerConfig(
+            group_size=2,
+            groups_per_step=2,
+            steps_ahead=steps_ahead,
+            total_steps=100,
+            max_lag=None,
+            max_rollouts=64,
+            max_attempts=2,
+            max_refusals=20,
+            shares={"calculator": 1.0},
+            slots={"calculator": 1000},
         )
-        runner = EpisodeRunner(gateway, {"calculator": client}, {"calculator": EpisodeSettings(16, timeout_s)})
-        yield Orchestrator(scheduler, runner, {"calculator": PROMPTS}, 1.0, 0, failures)
+        scheduler = Scheduler(config, {"calculator": PromptStream("calculator", list(PROMPTS), 0)}, judge)
+        runner = EpisodeRunner(gateway, {"calculator": client}, {"calculator": EpisodeSettings(16, 10.0)})
+        yield Orchestrator(scheduler, runner, {"calculator": PROMPTS}, 1.0, 0, failures, max_dropped)
 
 
 def test_batches_of_right_episodes_with_every_version_and_no_session_left():
@@ -89,7 +88,7 @@ def test_batches_of_right_episodes_with_every_version_and_no_session_left():
 
 def test_a_full_server_only_delays():
     async def play():
-        async with orchestrator(ScriptedEngines(solver, delay_s=0.01), slots=1) as o:
+        async with orchestrator(ScriptedEngines(solver, delay_s=0.01), slots=1, failures=2) as o:
             o.start()
             batch = await asyncio.wait_for(o.next_batch(), 30)
             await o.stop()
@@ -134,6 +133,73 @@ def test_episodes_that_only_fail_stop_the_run_by_name():
         RolloutsFailed, match=r"task calculator: 8 episodes in a row failed; the last one: .*engine died"
     ):
         asyncio.run(play())
+
+
+def test_a_dead_server_beside_a_live_one_costs_no_episode():
+    dead = f"http://127.0.0.1:{free_port()}"
+
+    async def play():
+        async with orchestrator(ScriptedEngines(solver), urls=[dead], failures=2) as o:
+            o.start()
+            batch = await asyncio.wait_for(o.next_batch(), 30)
+            await o.stop()
+            return batch
+
+    assert len(asyncio.run(play()).trajectories) == 4
+
+
+def test_groups_that_are_dropped_without_end_stop_the_run_with_the_reason():
+    async def play():
+        drop = Verdict(drop="zero_variance")
+        async with orchestrator(ScriptedEngines(solver), judge=lambda rewards, valid: drop, max_dropped=10) as o:
+            o.start()
+            try:
+                await asyncio.wait_for(o.next_batch(), 30)
+            finally:
+                await o.stop()
+
+    with pytest.raises(
+        RolloutsFailed, match=r"\d+ groups were dropped without filling one batch \(zero_variance \d+\)"
+    ):
+        asyncio.run(play())
+
+
+def test_a_prompt_that_does_not_fit_the_context_is_a_failure_that_says_so():
+    async def play():
+        async with orchestrator(ScriptedEngines(solver), context=5) as o:
+            o.start()
+            try:
+                await asyncio.wait_for(o.next_batch(), 30)
+            finally:
+                await o.stop()
+
+    with pytest.raises(RolloutsFailed, match="the prompt does not fit into the context"):
+        asyncio.run(play())
+
+
+def test_drops_are_handed_over_once_also_those_after_a_batch_was_taken():
+    verdicts = iter([None, None, "zero_variance", "zero_variance"])
+
+    def judge(rewards, valid):
+        return Verdict(drop=next(verdicts, None))
+
+    async def play():
+        async with orchestrator(ScriptedEngines(solver), judge=judge) as o:
+            o.start()
+            await asyncio.wait_for(o.next_batch(), 30)
+            dropped = o.take_dropped()
+            while len(dropped) < 2:
+                await asyncio.sleep(0.05)
+                dropped += o.take_dropped()
+            o.trained()
+            state = o.snapshot()
+            await o.stop()
+            return dropped, state
+
+    dropped, state = asyncio.run(play())
+    assert [group.reason for group in dropped] == ["zero_variance"] * 2
+    outstanding = {(p.epoch, p.prompt_id) for p in state.outstanding}
+    assert not outstanding & {(group.ref.epoch, group.ref.prompt_id) for group in dropped}
 
 
 def test_stopping_with_episodes_in_flight_closes_them_at_once():
@@ -189,3 +255,16 @@ def test_evaluation_plays_each_prompt_once():
 
     result = asyncio.run(play())
     assert (result.reward, result.episodes, result.failed, result.turns) == (1.0, 6, 0, 18)
+
+
+def test_evaluation_waits_for_slots_and_fails_where_no_episode_ends():
+    async def play(engines, slots):
+        async with orchestrator(engines, slots=slots) as o:
+            return await evaluate(o.runner, "calculator", list(PROMPTS.items()), 0.0, seed=0, concurrency=6)
+
+    result = asyncio.run(play(ScriptedEngines(solver, delay_s=0.02), slots=2))
+    assert (result.episodes, result.failed) == (6, 0)
+    broken = ScriptedEngines(solver)
+    broken.broken = True
+    with pytest.raises(RolloutsFailed, match=r"none of 6 evaluation episodes ended; the last: .*engine died"):
+        asyncio.run(play(broken, slots=6))

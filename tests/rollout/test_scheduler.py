@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.prompts import PromptStream
+from rollout.prompts import PromptRef, PromptStream
 from rollout.scheduler import RolloutResult, Scheduler, SchedulerConfig, SchedulerState, Verdict
 
 
@@ -22,6 +22,7 @@ def scheduler(tasks=("a",), prompts=50, judge=keep_all, seed=0, **changes):
         "group_size": 2,
         "groups_per_step": 3,
         "steps_ahead": 1,
+        "total_steps": 1000,
         "max_lag": None,
         "max_rollouts": 1000,
         "max_attempts": 2,
@@ -57,6 +58,11 @@ def test_asynchronous_generation_runs_ahead_by_the_staleness_and_no_further():
     s = scheduler(steps_ahead=2)
     assert len(s.starts(0.0)) == 3 * 3 * 2
     assert s.starts(0.0) == []
+
+
+def test_nothing_is_generated_for_steps_after_the_last():
+    s = scheduler(steps_ahead=5, total_steps=2)
+    assert len(s.starts(0.0)) == 2 * 3 * 2
 
 
 def test_limits_of_rollouts_and_slots_hold():
@@ -137,17 +143,34 @@ def test_whatever_happens_each_prompt_is_trained_once_or_dropped_also_across_a_r
     def build():
         return scheduler(("a", "b"), 7, judge, steps_ahead=eta, shares={"a": share, "b": 1.0}, max_rollouts=9)
 
+    def handed_out(state):
+        """Every prompt that the streams gave up to a state, from their seeds alone."""
+        refs = set()
+        for task, at in state.streams.items():
+            stream = PromptStream(task, [f"{task}{i}" for i in range(7)], 0)
+            refs |= {stream.next() for _ in range(at.epoch * 7 + at.position)}
+        return refs
+
+    def check(s, fates):
+        """Handed out = in the ledger + outstanding, each once."""
+        state = s.snapshot()
+        outstanding = [PromptRef(p.task, p.epoch, p.prompt_id) for p in state.outstanding]
+        counts = Counter([ref for _, ref in fates] + outstanding)
+        assert set(counts) == handed_out(state)
+        assert max(counts.values()) == 1
+        return state
+
     s = build()
     fates: list[tuple[int, object]] = []
     saved: SchedulerState | None = None
     saved_fates: list = []
-    crashes, step, now, flying = 1, 0, 0.0, []
-    pending_drops = []
+    saved_step = 0
+    crashes, step, now, flying = 3, 0, 0.0, []
+    drops = []
     while step < 12:
         flying += s.starts(now)
         assert len(flying) <= 9
-        limit = (s.version + 1 + eta) * 3
-        assert s._taken_groups + s._outstanding() <= limit
+        assert s._taken_groups + s._outstanding() <= (s.version + 1 + eta) * 3
         now += 0.5
         chance.shuffle(flying)
         for start in [flying.pop() for _ in range(min(len(flying), chance.randint(1, 6)))]:
@@ -157,28 +180,25 @@ def test_whatever_happens_each_prompt_is_trained_once_or_dropped_also_across_a_r
             else:
                 dropped = s.ended(start.rollout_id, RolloutResult(draw > 0.25, draw, s.version), now)
             if dropped:
-                pending_drops.append((step + 1, dropped.ref))
+                drops.append((step + 1, dropped.ref))
         batch, stale = s.take_batch()
         assert not stale
         if batch is None:
             continue
         step += 1
-        fates += [(step, group.ref) for group in batch] + pending_drops
-        pending_drops = []
         s.trained()
         s.published(step)
+        fates += [(step, group.ref) for group in batch] + drops
+        drops = []
+        state = check(s, fates)
         if chance.random() < 0.4:
-            saved, saved_fates = s.snapshot(), list(fates)
-            saved_step = step
+            saved, saved_fates, saved_step = state, list(fates), step
         if saved and crashes and chance.random() < 0.3:
             crashes -= 1
             s = build()
             s.restore(SchedulerState.model_validate_json(saved.model_dump_json()))
-            fates, step, flying, pending_drops = list(saved_fates), saved_step, [], []
-    refs = Counter(ref for _, ref in fates)
-    assert max(refs.values()) == 1
-    done_a = sum(1 for _, ref in fates if ref.task == "a")
-    assert done_a > 0
+            fates, step, flying, drops = list(saved_fates), saved_step, [], []
+            check(s, fates)
 
 
 def test_shares_hold_among_what_is_trained_though_one_task_is_slow():
