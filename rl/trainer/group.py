@@ -133,8 +133,18 @@ class TrainerGroup:
     async def save_hf(self, directory: Path) -> None:
         await self._call("save_hf", directory)
 
-    async def save_checkpoint(self, directory: Path, extra: Mapping[str, Any]) -> None:
-        await self._call("save_checkpoint", directory, dict(extra))
+    async def offload(self) -> int:
+        """The bytes are rank 0's."""
+        return await self._call("offload")
+
+    async def onload(self) -> None:
+        await self._call("onload")
+
+    async def save_checkpoint(self, directory: Path, extra: Mapping[str, Any], background: bool = False) -> None:
+        await self._call("save_checkpoint", directory, dict(extra), background)
+
+    async def wait_for_checkpoint(self) -> None:
+        await self._call("wait_for_checkpoint")
 
     async def load_checkpoint(self, directory: Path) -> Mapping[str, Any]:
         return await self._call("load_checkpoint", directory)
