@@ -65,7 +65,7 @@ def reduced_gradients(optimizer):
     shards = {shard.parameter: shard for shard in optimizer.shards}
     for part in optimizer.parts:
         for parameter in (p for buffer in part.buffers for p in buffer.params):
-            whole = torch.zeros(parameter.numel())
+            whole = torch.zeros(parameter.numel(), device=parameter.device)
             if (shard := shards.get(parameter)) is not None:
                 whole[shard.begin : shard.end] = parameter.main_grad.view(-1)[shard.begin : shard.end]
             dist.all_reduce(whole, group=part.data_parallel_group)

@@ -80,6 +80,7 @@ MODELS = {
             qk_nope_head_dim=12,
             v_head_dim=16,
             index_topk=6,
+            indexer_rope_interleave=True,
             index_n_heads=16,  # with few heads many scores are exactly 0, and the choice among them is open
             index_head_dim=16,
             # The first group is smaller than the others.

@@ -44,6 +44,8 @@ class GlmMoeDsa(Family):
             super().refused(hf)
             | refuse_unlike_glm(hf)
             | {"attention_bias": hf.attention_bias, "tie_word_embeddings": hf.tie_word_embeddings}
+            # True in GLM-5's own config; SGLang takes a missing one for False, Hugging Face's class for True.
+            | {"indexer_rope_interleave = False": not hf.to_dict().get("indexer_rope_interleave", True)}
         )
 
     def options(self, hf: PretrainedConfig) -> dict[str, Any]:
