@@ -3,9 +3,9 @@
 One update of 1,024 packed ragged sequences (1k to 32k tokens, 16 M in all; a prompt, then actions and observations in
 turn): advantages, denominators, ratio masks, loss and gradient, without metrics. The measure is the time of a memcpy of
 what the batch and the log-probs hold for each token, in the same process; the bar is 12 of them, within 2 GB (peak
-resident memory of the process, with the inputs and torch in it). One thread unless told otherwise: with more, whatever
-else runs on the machine makes each operation wait. For comparison: the same loss as a loop over samples with autograd,
-and trl's; GAE as a loop over tokens. Those run on fewer sequences, and count the tokens of these.
+resident memory of the process, with the inputs and torch in it). One thread and its CPU time unless told otherwise:
+what else runs on the machine then counts least. For comparison: the same loss as a loop over samples with autograd, and
+trl's; GAE as a loop over tokens. Those run on fewer sequences, and count the tokens of these.
 """
 
 from __future__ import annotations
@@ -103,11 +103,12 @@ def update(algorithm: Any, batch: RolloutBatch, logprobs: Tensor, observe: bool 
 
 def best_seconds(function: Callable[[], object], repeats: int = REPEATS) -> float:
     """The fastest of several runs, after one to warm up: what else runs on the machine only makes it slower."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds = []
     for _ in range(repeats + 1):
-        start = time.perf_counter()
+        start = clock()
         function()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     return min(seconds[1:])
 
 

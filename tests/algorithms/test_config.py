@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 import types
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 
 from algorithms import registry
 from algorithms.types import AlgorithmConfig, GroupVerdict, Need
+from tests.algorithms.batches import make_case, run
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "algorithm").glob("*.yaml"))
 
@@ -105,3 +107,16 @@ def test_groups_of_each_algorithm():
         assert algorithm.group_size == 1
         assert algorithm.decide_group(rewards[:1], valid[:1]).verdict == GroupVerdict.KEEP
         assert algorithm.decide_group(rewards[:1], ~valid[:1]).verdict == GroupVerdict.ENVIRONMENT
+
+
+def test_the_documented_example_is_an_algorithm(monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    module = types.ModuleType("algorithms.tis")
+    monkeypatch.setitem(sys.modules, "algorithms.tis", module)
+    exec(source, vars(module))
+    case = make_case([[[9], [7], [9]], [[5], [8], [9]]], 1, spoil=False)
+    loss, gradient, output, _ = run(registry.build("tis", {"cap": 1.1}), case)
+    assert loss.isfinite()
+    assert gradient.any()
+    assert 0 < output.metrics["tis/capped"].value() < 1
