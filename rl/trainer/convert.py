@@ -128,8 +128,9 @@ class _Place:
 
 
 def _state(model: Trunk) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of this rank."""
-    return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    """Parameters and persistent buffers of this rank, without what Transformer Engine keeps beside them."""
+    state = model.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if not name.endswith("_extra_state")}
 
 
 def _files_by_tensor(directory: Path) -> dict[str, Path]:

@@ -48,6 +48,8 @@ def refuse(capsys, *overrides):
         (["+stage=agent_rl", "algorithm=sao"], "algorithm=sao with these options needs values, which no stage"),
         (["+stage=agent_rl", "trainer.world_size=4"], "= 4 CPUs are more than cluster.cpus=2"),
         (["+stage=sfft"], "there is no such stage; one of sft"),
+        (["+stage=sft", "+trainer.trained=indexer_dense"], "trainer.trained=indexer_dense does not fit stage sft"),
+        (["+stage=indexer_warmup", "trainer.trained=model"], "trainer.trained=model does not fit stage indexer_warmup"),
         (["+stage=agent_rl", "rollout.stalenes=1"], "rollout.stalenes: unknown key; did you mean rollout.staleness?"),
         (["+stage=agent_rl", "+rollout.stalenes=1"], "rollout.stalenes: unknown key; did you mean staleness?"),
         (["+stage=agent_rl", "algorithm=ppo2"], "algorithm=ppo2: there is no such config; configs/algorithm has:"),

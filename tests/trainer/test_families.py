@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rl.trainer import specs
 from rl.trainer.convert import WeightMismatchError
 from rl.trainer.families.base import UnsupportedModelError
 from rl.trainer.model import read_hf_config
@@ -60,6 +61,12 @@ def test_layers_that_predict_further_ahead_are_kept_as_they_are(session_worker, 
     save_file(original | {"model.layers.3.enorm.weight": torch.ones(48)}, path, metadata={"format": "pt"})
     with pytest.raises(WeightMismatchError, match=r"unknown tensors \['model.layers.3.enorm.weight'\]"):
         session_worker.load_model(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(("installed", "provider"), [(True, "TESpecProvider"), (False, "LocalSpecProvider")])
+def test_linear_layers_come_from_transformer_engine_where_it_is_installed(monkeypatch, installed, provider):
+    monkeypatch.setattr(specs, "HAVE_TE", installed)
+    assert type(specs.backend()).__name__ == provider
 
 
 @pytest.mark.parametrize(
