@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -146,22 +147,39 @@ def _check(
         raise ValueError(f"trajectory {cold.task}/{cold.prompt_id}: temperature {cold.temperature} must be above 0")
 
 
-def plan_micro_batches(lengths: Sequence[int], budget: int, ranks: int) -> list[list[list[int]]]:
+def sample_cost(length: int, balance_length: float) -> float:
+    """Work that a sample of ``n`` tokens makes, in tokens of a very short one: ``n + n² / ν``.
+
+    The matrix products with the weights are linear in the tokens. Attention, causal, is quadratic: at ``n = ν``, the
+    ``balance_length``, it costs as much as they do.
+    """
+    return length + length * length / balance_length
+
+
+def plan_micro_batches(
+    lengths: Sequence[int], budget: int, ranks: int, balance_length: float = math.inf, multiple: int = 1
+) -> list[list[list[int]]]:
     """Spread samples over data-parallel ranks and micro-batches: ``plan[rank][micro_batch]`` lists samples, ascending.
 
     Every sample is in exactly one micro-batch; every rank has the same number of them (at least one), some empty only
     where there are fewer samples than micro-batches. A micro-batch has at most ``budget`` tokens, unless it is a
-    single longer sample. The ranks' numbers of tokens are balanced greedily.
-    """
-    if budget < 1 or ranks < 1:
-        raise ValueError(f"budget {budget} and ranks {ranks} must be at least 1")
-    fitted = _first_fit(lengths, budget)
-    per_rank = max(1, -(-len(fitted) // ranks))
-    bins = _even(lengths, budget, per_rank * ranks) or _split_largest(fitted, lengths, per_rank * ranks)
+    single longer sample. Micro-batches, and then ranks, are balanced greedily by ``sample_cost``: no two ranks differ
+    by more than the most expensive micro-batch where none is empty.
 
-    loads = [sum(lengths[sample] for sample in members) for members in bins]
+    Args:
+        balance_length: see ``sample_cost``; infinite balances tokens.
+        multiple: the number of micro-batches of a rank is a multiple of it (an interleaved pipeline wants that).
+    """
+    if budget < 1 or ranks < 1 or multiple < 1:
+        raise ValueError(f"budget {budget}, ranks {ranks} and multiple {multiple} must be at least 1")
+    costs = [sample_cost(length, balance_length) for length in lengths]
+    fitted = _first_fit(lengths, budget)
+    per_rank = -(-max(1, len(fitted)) // (ranks * multiple)) * multiple
+    bins = _even(lengths, costs, budget, per_rank * ranks) or _split_largest(fitted, costs, per_rank * ranks)
+
+    loads = [sum(costs[sample] for sample in members) for members in bins]
     plan: list[list[list[int]]] = [[] for _ in range(ranks)]
-    heap = [(0, rank) for rank in range(ranks)]
+    heap = [(0.0, rank) for rank in range(ranks)]
     for index in sorted(range(len(bins)), key=lambda i: -loads[i]):
         load, rank = heapq.heappop(heap)
         plan[rank].append(sorted(bins[index]))
@@ -189,35 +207,38 @@ def _first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return bins
 
 
-def _even(lengths: Sequence[int], budget: int, count: int) -> list[list[int]] | None:
-    """``count`` bins of nearly equal size (longest first into the emptiest bin), or None if one breaks the budget."""
+def _even(lengths: Sequence[int], costs: Sequence[float], budget: int, count: int) -> list[list[int]] | None:
+    """``count`` bins of nearly equal cost (longest sample first, into the cheapest bin), or None if that breaks the
+    budget of tokens."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    heap = [(0, 0, index) for index in range(count)]
+    tokens = [0] * count
+    heap = [(0.0, 0, index) for index in range(count)]
     for sample in _longest_first(lengths):
-        load, members, index = heapq.heappop(heap)
-        if members and load + lengths[sample] > budget:
+        cost, members, index = heapq.heappop(heap)
+        if members and tokens[index] + lengths[sample] > budget:
             return None
         bins[index].append(sample)
-        heapq.heappush(heap, (load + lengths[sample], members + 1, index))
+        tokens[index] += lengths[sample]
+        heapq.heappush(heap, (cost + costs[sample], members + 1, index))
     return bins
 
 
-def _split_largest(bins: list[list[int]], lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Halve the bin with the most tokens until there are ``count``; empty ones where nothing is left to halve."""
+def _split_largest(bins: list[list[int]], costs: Sequence[float], count: int) -> list[list[int]]:
+    """Halve the most expensive bin until there are ``count``; empty ones where nothing is left to halve."""
     bins = list(bins)
     while len(bins) < count:
         divisible = [members for members in bins if len(members) > 1]
         if not divisible:
             bins.append([])
             continue
-        largest = max(divisible, key=lambda members: sum(lengths[sample] for sample in members))
+        largest = max(divisible, key=lambda members: sum(costs[sample] for sample in members))
         bins.remove(largest)
         halves: tuple[list[int], list[int]] = ([], [])
-        loads = [0, 0]
-        for sample in sorted(largest, key=lambda s: -lengths[s]):
+        loads = [0.0, 0.0]
+        for sample in sorted(largest, key=lambda s: -costs[s]):
             lighter = int(loads[1] < loads[0])
             halves[lighter].append(sample)
-            loads[lighter] += lengths[sample]
+            loads[lighter] += costs[sample]
         # Samples without tokens could all have gone to one side.
         bins.extend(halves if halves[1] else ([halves[0][0]], halves[0][1:]))
     return bins

@@ -66,7 +66,7 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
             cancel_on_signals()  # Ray has put its own handlers in our place
             trainer = await TrainerGroup.start(config.trainer)
             stack.push_async_callback(trainer.close)
-            await trainer.load_model(model_dir)
+            say(await trainer.load_model(model_dir))
         totals = Totals(**resumed["totals"]) if resumed else Totals()
         parts = Parts(plan, tracker, stopwatch, trainer, renderer, say, totals, model_dir, starting)
         await _initial_sft(parts)

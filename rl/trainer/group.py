@@ -99,8 +99,8 @@ class TrainerGroup:
             remove_placement_group(self._placement)
             self._placement = None
 
-    async def load_model(self, hf_dir: Path) -> None:
-        await self._call("load_model", hf_dir)
+    async def load_model(self, hf_dir: Path) -> str:
+        return await self._call("load_model", hf_dir)
 
     async def set_optimizer(self, options: OptimizerConfig, total_steps: int) -> None:
         await self._call("set_optimizer", options, total_steps)

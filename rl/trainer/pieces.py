@@ -19,7 +19,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from rl.trainer import platform
@@ -91,7 +90,7 @@ def state_pieces(models: Sequence[PolicyModel], optimizer: Optimizer) -> list[Pi
                 places[value.data] = list(built.values() if isinstance(built, dict) else built)
             elif isinstance(value, ShardedTensor):
                 places[value.data] = [value]
-    pieces = []
+    pieces: list[Piece] = []
     for shard in optimizer.shards:
         pieces.extend(_shard_pieces(shard, places.pop(shard.parameter)))
     trained = {id(p) for model in models for p in model.parameters() if p.requires_grad}
@@ -145,12 +144,3 @@ def copied(pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> list[Piece]:
     return [
         Piece(p.key, p.shape, p.offset, tensor, p.written, p.padded) for p, tensor in zip(pieces, tensors, strict=True)
     ]
-
-
-def total_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory."""
-    return tensor.reshape(-1).view(torch.uint8)

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.utils._device import _device_constructors
@@ -50,6 +51,13 @@ class _NoStream:
 def device() -> torch.device:
     """The device of this process's model."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def device_bytes() -> int:
+    """Memory of this process's device: the GPU's, or all of the host's."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[1]
+    return psutil.virtual_memory().total
 
 
 def install() -> None:

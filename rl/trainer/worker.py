@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -45,9 +46,11 @@ from megatron.core.distributed import (
 
 from rl.trainer import convert
 from rl.trainer.checkpoint import Checkpoints
-from rl.trainer.collective import gather_objects, on_rank_zero
+from rl.trainer.collective import gather_objects, on_every_rank, on_rank_zero
+from rl.trainer.cost import balance_length
 from rl.trainer.forward import batch_logprobs, batch_topk, run_passes
 from rl.trainer.indexer_update import update_indexer
+from rl.trainer.memory_plan import check_fits, describe, plan_memory
 from rl.trainer.model import PolicyModel, build_model, read_hf_config
 from rl.trainer.offload import Offload
 from rl.trainer.optimizer import Optimizer
@@ -65,6 +68,8 @@ class _Loaded:
     module: DistributedDataParallel
     optimizer: Optimizer
     schedule: OptimizerConfig
+    balance_length: float
+    """See ``rl.batch.sample_cost``."""
     total_steps: int | None = None
     steps: int = 0
     """Updates since the optimizer was made."""
@@ -98,15 +103,18 @@ class TrainerWorker:
             self._offload.close()
             platform.shutdown_distributed()
 
-    def load_model(self, hf_dir: Path) -> None:
-        """Build the model that ``hf_dir`` describes, load its weights, and make a fresh optimizer.
+    def load_model(self, hf_dir: Path) -> str:
+        """Build the model that ``hf_dir`` describes, load its weights, and make a fresh optimizer; returns the memory
+        plan as a table.
 
         Raises:
             UnsupportedModelError: names what is not supported.
+            MemoryPlanError: the model cannot fit the device, on any rank.
             WeightMismatchError: names the tensors.
         """
         self._offload.onload()  # what is away belongs to the model that goes
         hf = read_hf_config(hf_dir)
+        table = self._check_memory(hf)
         model = build_model(hf, self.config)
         convert.load_hf(model, hf, hf_dir)
         module = DistributedDataParallel(
@@ -116,7 +124,19 @@ class TrainerWorker:
         )
         model.config.finalize_model_grads_func = _finalize_gradients
         options = self.config.optimizer
-        self._loaded = _Loaded(hf_dir, hf, module, self._optimizer(module, options), options)
+        self._loaded = _Loaded(hf_dir, hf, module, self._optimizer(module, options), options, balance_length(hf))
+        return table
+
+    def _check_memory(self, hf: PretrainedConfig) -> str:
+        """The memory plan; what cannot fit on any rank is refused."""
+        plan = plan_memory(hf, self.config)
+        # On the CPU the ranks of a host share its memory; a GPU is one rank's.
+        host = "gpu" if torch.cuda.is_available() else socket.gethostname()
+        hosts = gather_objects(host)
+        ranks = 1 if torch.cuda.is_available() else hosts.count(host)
+        part = plan[parallel_state.get_pipeline_model_parallel_rank()]
+        on_every_rank(lambda: check_fits(part, platform.device_bytes(), ranks, f"{platform.device()} memory"))
+        return describe(plan)
 
     def set_optimizer(self, options: OptimizerConfig, total_steps: int) -> None:
         """Begin a phase of ``total_steps`` updates: fresh moments, and the learning rate from its start."""
@@ -200,7 +220,10 @@ class TrainerWorker:
     def plan(self, batch: TrainBatch, samples: Sequence[int]) -> tuple[list[list[int]], int]:
         """This data-parallel rank's micro-batches of these samples, and the tokens of all of them."""
         lengths = batch.rollout.lengths()[torch.tensor(samples, dtype=torch.long)].tolist()
-        plan = plan_micro_batches(lengths, self.config.max_tokens_per_micro_batch, self.config.data_parallel)
+        config = self.config
+        plan = plan_micro_batches(
+            lengths, config.max_tokens_per_micro_batch, config.data_parallel, self.loaded.balance_length
+        )
         mine = plan[parallel_state.get_data_parallel_rank()]
         return [[samples[index] for index in members] for members in mine], sum(lengths)
 

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -5,18 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from algorithms.types import Targets
-from rl.batch import build_batch, loss_inputs, plan_micro_batches, take_samples
+from rl.batch import build_batch, loss_inputs, plan_micro_batches, sample_cost, take_samples
 from rollout.trajectory import StopReason
 from tests.trainer.common import make_trajectories, make_trajectory
 
+BALANCE = st.sampled_from([math.inf, 1000.0, 20.0])
+
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 60), max_size=40), st.integers(1, 80), st.integers(1, 5))
-def test_plan_loses_nothing_and_keeps_the_budget(lengths, budget, ranks):
-    plan = plan_micro_batches(lengths, budget, ranks)
+@given(st.lists(st.integers(0, 60), max_size=40), st.integers(1, 80), st.integers(1, 5), BALANCE, st.integers(1, 3))
+def test_plan_loses_nothing_and_keeps_the_budget(lengths, budget, ranks, balance, multiple):
+    plan = plan_micro_batches(lengths, budget, ranks, balance, multiple)
     assert len(plan) == ranks
     assert len({len(micro_batches) for micro_batches in plan}) == 1
     assert len(plan[0]) >= 1
+    assert len(plan[0]) % multiple == 0
     members = [sample for micro_batches in plan for micro_batch in micro_batches for sample in micro_batch]
     assert sorted(members) == list(range(len(lengths)))
     for micro_batches in plan:
@@ -28,11 +33,25 @@ def test_plan_loses_nothing_and_keeps_the_budget(lengths, budget, ranks):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 60), min_size=20, max_size=60), st.integers(60, 200), st.integers(2, 4))
-def test_plan_balances_ranks(lengths, budget, ranks):
-    plan = plan_micro_batches(lengths, budget, ranks)
-    loads = [sum(lengths[s] for micro_batch in micro_batches for s in micro_batch) for micro_batches in plan]
-    assert max(loads) - min(loads) <= budget
+@given(st.lists(st.integers(1, 60), min_size=20, max_size=60), st.integers(60, 200), st.integers(2, 4), BALANCE)
+def test_plan_balances_ranks(lengths, budget, ranks, balance):
+    plan = plan_micro_batches(lengths, budget, ranks, balance)
+    costs = [
+        [sum(sample_cost(lengths[s], balance) for s in micro_batch) for micro_batch in micro_batches]
+        for micro_batches in plan
+    ]
+    loads = [sum(of_rank) for of_rank in costs]
+    assert max(loads) - min(loads) <= max(max(of_rank) for of_rank in costs) + 1e-6
+
+
+def test_long_samples_weigh_more_than_their_tokens():
+    # With attention the long one (800 + 1600) outweighs all the short ones (16 · (100 + 25)).
+    lengths = [800, *[100] * 16]
+    by_tokens = plan_micro_batches(lengths, 10_000, 2)
+    by_cost = plan_micro_batches(lengths, 10_000, 2, balance_length=400.0)
+    assert sorted(sum(lengths[s] for s in m) for (m,) in by_tokens) == [1200, 1200]
+    assert sorted(len(m) for (m,) in by_cost) == [1, 16]
+    assert sample_cost(400, 400.0) == 800
 
 
 def test_segments_share_a_rollout():

@@ -1,0 +1,108 @@
+"""The plan against what is allocated."""
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from rl.batch import build_batch, take_samples
+from rl.trainer.config import ParallelConfig, TrainerConfig
+from rl.trainer.cost import balance_length
+from rl.trainer.forward import lay_out
+from rl.trainer.memory_plan import ACTIVATION_TOLERANCE, MemoryPlanError, check_fits, describe, plan_memory
+from rl.trainer.model import read_hf_config
+from tests.trainer.common import make_trajectory
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_state_is_exact(worker, model_dir, dtype):
+    worker.config = worker.config.model_copy(update={"dtype": dtype})
+    worker.load_model(model_dir)
+    (plan,) = plan_memory(read_hf_config(model_dir), worker.config)
+    buffers, shards = worker.loaded.module.buffers, worker.loaded.optimizer.shards
+    assert plan.parameters == sum(buffer.param_data.nbytes for buffer in buffers)
+    assert plan.gradients == sum(buffer.grad_data.nbytes for buffer in buffers)
+    owned = [shard.main for shard in shards if shard.main.data_ptr() != shard.model.data_ptr()]
+    moments = [shard.state[name] for shard in shards for name in ("exp_avg", "exp_avg_sq")]
+    assert plan.optimizer == sum(tensor.nbytes for tensor in (*owned, *moments))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activations_are_near(worker, model_dir, recompute):
+    tokens = 512
+    config = worker.config.model_copy(update={"recompute": recompute, "max_tokens_per_micro_batch": tokens})
+    worker.config = config
+    worker.load_model(model_dir)
+    batch = build_batch([make_trajectory(tokens)], 0)
+    layout = lay_out(take_samples(batch, [0]), config)
+    parameters = {p.untyped_storage().data_ptr() for p in worker.loaded.model.parameters()}
+    held = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            held[storage.data_ptr()] = (storage, storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        worker.loaded.module(layout.token_ids, None, None, packed_seq_params=layout.packing)
+    measured = sum(size for _, size in held.values())
+    (plan,) = plan_memory(read_hf_config(model_dir), config)
+    if recompute:  # the plan has one layer's activations beside what is kept
+        assert plan.activations > measured
+        (whole,) = plan_memory(read_hf_config(model_dir), config.model_copy(update={"recompute": False}))
+        measured += whole.activations / 2
+    assert plan.activations == pytest.approx(measured, rel=ACTIVATION_TOLERANCE)
+
+
+BIG = Qwen3Config(
+    architectures=["Qwen3ForCausalLM"],
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151_936,
+    tie_word_embeddings=False,
+)
+
+
+def total(world_size=1, recompute=False, **parallel):
+    config = TrainerConfig(
+        world_size=world_size, parallel=ParallelConfig(**parallel), dtype="bfloat16", recompute=recompute
+    )
+    return plan_memory(BIG, config)
+
+
+def test_layouts_share_the_load():
+    (alone,) = total()
+    (half,) = total(2, tensor=2)
+    assert half.parameters == pytest.approx(alone.parameters / 2, rel=1e-3)
+    (spread,) = total(2)
+    assert (spread.parameters, spread.gradients) == (alone.parameters, alone.gradients)
+    assert spread.optimizer == pytest.approx(alone.optimizer / 2, rel=1e-3)
+    first, last = total(2, pipeline=2)
+    assert first.parameters + last.parameters == pytest.approx(alone.parameters, rel=1e-3)
+    assert first.activations == alone.activations == 2 * last.activations  # two micro-batches wait in the first stage
+    assert (first.head, last.head) == (0, alone.head)
+    assert total(recompute=True)[0].activations < alone.activations / 4
+
+
+def test_what_cannot_fit_is_refused():
+    (plan,) = total()
+    check_fits(plan, plan.total, 1, "a device")
+    with pytest.raises(MemoryPlanError, match=r"2 rank\(s\) need .* GiB of a device, which has"):
+        check_fits(plan, plan.total, 2, "a device")
+    assert describe([plan]).count("\n") == 1
+
+
+def test_a_model_that_cannot_fit_is_not_loaded(worker, model_dir, monkeypatch):
+    monkeypatch.setattr("rl.trainer.platform.device_bytes", lambda: 1000)
+    with pytest.raises(MemoryPlanError, match="recompute=true"):
+        worker.load_model(model_dir)
+
+
+def test_attention_outweighs_the_weights_at_the_balance_length():
+    layer = 1024 * (16 + 8 + 8 + 16) * 128 + 3 * 1024 * 3072 + 2 * 1024 + 2 * 128
+    weights = 8 * layer + 1024 + 151_936 * 1024
+    assert balance_length(BIG) == pytest.approx(weights / (8 * 16 * 128))
