@@ -29,7 +29,7 @@ from algorithms.types import (
 
 
 class GroupConfig(AlgorithmConfig):
-    """Options of §"groups"; where a paper is silent, the default is ours and says so."""
+    """Options of every algorithm with a group baseline. Where a source is silent, the default is ours and says so."""
 
     group_size: int = Field(8, ge=2)
     """G, the rollouts of a prompt. A group baseline needs two at least."""
@@ -58,6 +58,7 @@ class GroupConfig(AlgorithmConfig):
     kl_coefficient: float = Field(0.0, ge=0)
     """Weight of the KL to the reference policy; 0 (GLM-5 §3.2 uses no such term) needs no reference."""
     kl_estimator: KLEstimator = KLEstimator.K3
+    """See ``algorithms.kl``; k3 is that of GRPO (arXiv 2402.03300)."""
 
     @model_validator(mode="after")
     def _overlong(self) -> Self:

@@ -48,7 +48,9 @@ class Config(GroupConfig):
     mask_truncated: bool = False
     """A truncated response was scored by its teacher like any other (default, ours)."""
     mode: Mode = Mode.SAMPLED
+    """What is compared to the teachers: the sampled tokens, their top-k and a tail, or the whole vocabulary."""
     correction: Correction = Correction.BOUNDED
+    """How the sampled terms are corrected for the engine's policy: MOPD's bounded weight, or GRPO's clip and pop."""
     coefficient: float = Field(1.0, gt=0)
     """Of the teachers' term (GLM-5 §3.5: 1)."""
     outcome_coefficient: float = Field(0.0, ge=0)
@@ -57,9 +59,11 @@ class Config(GroupConfig):
     """Absolute bounds of ``bounded`` (default, ours)."""
     bound_high: float = Field(2.0, ge=1)
     beta: float | None = Field(2.0, ge=1)
-    """β, ε_low and ε_high of ``clipped``, as in ``algorithms.grpo``."""
+    """β of ``clipped``, as in ``algorithms.icepop``."""
     epsilon_low: float = Field(0.2, ge=0, le=1)
+    """ε_low of ``clipped``, as in ``algorithms.grpo``."""
     epsilon_high: float = Field(0.28, ge=0)
+    """ε_high of ``clipped``, as in ``algorithms.grpo``."""
 
     @model_validator(mode="after")
     def _outcome(self) -> Self:

@@ -41,6 +41,7 @@ class Config(AlgorithmConfig):
     epsilon_high: float = Field(5.0, gt=0)
     """ε_high: 5 for reasoning, 3 for coding agents."""
     gamma: float = Field(1.0, gt=0, le=1)
+    """γ, the discount of a token."""
     lambda_alpha: float = Field(1.5, ge=1)
     """α of the length-adaptive λ of the policy."""
     lambda_policy: float | None = Field(None, ge=0, le=1)
