@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,6 +28,8 @@ from rl.trainer.families.registry import family_of
 from rl.trainer.layers import PackedRotaryEmbedding
 from rl.trainer.specs import block_spec
 
+INDEXER = ".indexer."
+"""In the names of the parameters of sparse attention's indexers."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -179,14 +182,14 @@ class PolicyModel(Trunk):
 def build_model(hf: PretrainedConfig, config: TrainerConfig) -> PolicyModel:
     """This rank's part of the model, with uninitialised weights, on this process's device."""
     model = PolicyModel(hf, config).to(platform.device())
-    _freeze(model, config.trained != "model")
+    train_only(model, lambda name: (INDEXER in name) == (config.trained != "model"))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UnsupportedModelError(f"trained={config.trained}: the model has no indexer")
     model.train()
     return model
 
 
-def _freeze(model: PolicyModel, indexer: bool) -> None:
-    """Leave gradients to the indexers alone, or to everything else."""
+def train_only(model: Trunk, trained: Callable[[str], bool]) -> None:
+    """Freeze the parameters whose names are not ``trained``. Before the model gets its gradient buffers."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_((".indexer." in name) == indexer)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UnsupportedModelError("the indexers are to be trained, but the model has none")
+        parameter.requires_grad_(trained(name))

@@ -22,7 +22,7 @@ platform.install()
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from rl.trainer.head import to_tokens
-from rl.trainer.model import Trunk
+from rl.trainer.model import INDEXER, Trunk, train_only
 from rl.trainer.packing import Layout
 
 
@@ -36,9 +36,15 @@ class ValueModel(Trunk):
             self.value_head = nn.Linear(hf.hidden_size, 1, bias=False, dtype=self.config.params_dtype)
 
 
-def build_value_model(hf: PretrainedConfig, config: TrainerConfig) -> ValueModel:
-    """This rank's part of the value model, with uninitialised weights, on this process's device."""
+def build_value_model(hf: PretrainedConfig, config: TrainerConfig, train_attention: bool = True) -> ValueModel:
+    """This rank's part of the value model, with uninitialised weights, on this process's device. Indexers of sparse
+    attention are frozen.
+
+    Args:
+        train_attention: False freezes the attention as well (SAO does).
+    """
     model = ValueModel(hf, config).to(platform.device())
+    train_only(model, lambda name: INDEXER not in name and (train_attention or ".self_attention." not in name))
     model.train()
     return model
 

@@ -40,6 +40,18 @@ def make_trajectories(groups=4, samples=3, seed=0, temperature=1.0):
     ]
 
 
+def with_routed_experts(trajectories, layers, experts, top_k):
+    """The trajectories with a record of experts drawn at random for each token but the last, which has none."""
+    rng = np.random.default_rng(0)
+    recorded = []
+    for trajectory in trajectories:
+        order = np.tile(np.arange(experts, dtype=np.int32), (len(trajectory), layers, 1))
+        record = rng.permuted(order, axis=-1)[..., :top_k]
+        record[-1] = -1
+        recorded.append(trajectory.replace(routed_experts=record))
+    return recorded
+
+
 class Ratio(Algorithm):
     """−Σ w · exp(log π − log π_old) · R: needs the old log-probs; the denominator is the whole batch's tokens."""
 

@@ -10,7 +10,7 @@ import torch
 
 from rl.trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from rl.trainer.worker import TrainerWorker
-from tests.trainer.common import Ratio, capture_update, make_trajectories
+from tests.trainer.common import Ratio, capture_update, make_trajectories, with_routed_experts
 
 CASES = {
     "expert": ("qwen3_moe", ParallelConfig(expert=2)),
@@ -24,6 +24,7 @@ CASES = {
     "latent and pipeline": ("glm_moe_dsa", ParallelConfig(pipeline=2)),
 }
 """Name → model and layout of two ranks."""
+LAYERS = {"qwen3_moe": 2, "glm4_moe": 2, "glm_moe_dsa": 6}
 
 
 def train_indexer(worker, model_dir, trajectories):
@@ -48,6 +49,7 @@ def main(rank, ports, models, output):
         worker.load_model(models / model)
         exported = {key: tensor.clone() for key, tensor in worker.export_weights()}
         logprobs = worker.logprobs(trajectories)
+        replayed = worker.logprobs(with_routed_experts(trajectories, layers=LAYERS[model], experts=4, top_k=2))
         result, gradient = capture_update(worker, trajectories, Ratio())
         checkpoint = output / f"{model} checkpoint"
         if model not in saved:
@@ -61,7 +63,7 @@ def main(rank, ports, models, output):
         if rank == 0:
             torch.save(
                 {"exported": exported, "logprobs": logprobs, "result": result, "gradient": gradient, "after": after}
-                | {"indexer": indexer},
+                | {"indexer": indexer, "replayed": replayed},
                 output / f"{name}.pt",
             )
         worker.close()

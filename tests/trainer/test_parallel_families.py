@@ -13,8 +13,8 @@ from rl.trainer.config import ParallelConfig, TrainerConfig
 from rl.trainer.families.base import UnsupportedModelError
 from rl.trainer.model import read_hf_config, transformer_config
 from rollout.processes import free_port
-from tests.trainer.common import Ratio, assert_close, capture_update, make_trajectories
-from tests.trainer.family_ranks import CASES, train_indexer
+from tests.trainer.common import Ratio, assert_close, capture_update, make_trajectories, with_routed_experts
+from tests.trainer.family_ranks import CASES, LAYERS, train_indexer
 from tests.trainer.models import save_model
 
 USED = sorted({model for model, _ in CASES.values()})
@@ -59,13 +59,14 @@ def test_layouts_of_a_family_compute_the_same(ranks, models, session_worker, mod
     worker.load_model(models / model)
     original = load_file(models / model / "model.safetensors")
     logprobs = worker.logprobs(trajectories)
+    replayed = worker.logprobs(with_routed_experts(trajectories, layers=LAYERS[model], experts=4, top_k=2))
     result, gradient = capture_update(worker, trajectories, Ratio())
     after = worker.update(trajectories, 0, Ratio()).grad_norm
     for name in (name for name, case in CASES.items() if case[0] == model):
         found = ranks[name]
         assert found["exported"].keys() == original.keys(), name
         assert all(torch.equal(found["exported"][key], tensor) for key, tensor in original.items()), name
-        for a, b in zip(found["logprobs"], logprobs, strict=True):
+        for a, b in zip(found["logprobs"] + found["replayed"], logprobs + replayed, strict=True):
             assert abs(a - b).max() < 1e-5, name
         assert found["result"].loss == pytest.approx(result.loss, rel=1e-5), name
         assert found["result"].grad_norm == pytest.approx(result.grad_norm, rel=1e-5), name

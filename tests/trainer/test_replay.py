@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.common import Ratio, assert_close, capture_update, make_trajectories
+from tests.trainer.common import Ratio, assert_close, capture_update, make_trajectories, with_routed_experts
 from tests.trainer.models import hf_logprobs, load_hf, save_model
 
 
@@ -34,8 +34,7 @@ def with_records(trajectories, records):
 
 
 def other_choice(trajectories):
-    rng = np.random.default_rng(0)
-    return [rng.permuted(np.tile(np.arange(4, dtype=np.int32), (len(t), 2, 1)), axis=-1)[..., :2] for t in trajectories]
+    return [t.routed_experts for t in with_routed_experts(trajectories, layers=2, experts=4, top_k=2)]
 
 
 @pytest.mark.parametrize("recompute", [False, True])

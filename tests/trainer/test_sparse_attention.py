@@ -166,5 +166,5 @@ def test_models_without_indexers_and_policies_are_refused(session_worker, model_
     with pytest.raises(ValueError, match="indexer_dense or indexer_sparse"):
         dsa.update_indexer([make_trajectory(9)], 0)
     dsa.config = dsa.config.model_copy(update={"trained": "indexer_dense"})
-    with pytest.raises(UnsupportedModelError, match="the model has none"):
+    with pytest.raises(UnsupportedModelError, match="the model has no indexer"):
         dsa.load_model(model_dir)

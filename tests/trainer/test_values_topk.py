@@ -75,6 +75,21 @@ def test_values_and_their_gradient_equal_hugging_face(value_module, worker, traj
         assert (found - grad).abs().max() <= 1e-4 * grad.abs().max()
 
 
+def test_a_saved_value_model_keeps_its_head(value_module, worker, model_dir, tmp_path):
+    from rl.trainer import convert
+    from rl.trainer.value import build_value_model
+
+    with torch.no_grad():
+        value_module.module.value_head.weight.normal_()
+    weights = convert.export_weights(value_module.module, worker.loaded.hf)
+    convert.save_hf(weights, model_dir, tmp_path / "value", "float32")
+    again = build_value_model(worker.loaded.hf, worker.config, train_attention=False)
+    convert.load_hf(again, worker.loaded.hf, tmp_path / "value")
+    assert torch.equal(again.value_head.weight, value_module.module.value_head.weight)
+    frozen = {name for name, parameter in again.named_parameters() if not parameter.requires_grad}
+    assert frozen == {name for name, _ in again.named_parameters() if ".self_attention." in name}
+
+
 def test_topk_equals_hugging_face(worker, trajectories, model_dir):
     from rl.trainer.forward import batch_topk
 
