@@ -30,9 +30,13 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def vary_rows(*tensors: Tensor) -> None:
-    """Say that the first dimension of these differs from call to call, so that one compiled kernel serves all."""
+    """Say that the first dimension of these differs from call to call, so that one compiled kernel serves all, and that
+    the others are properties of the model: a kernel that took them as they come would be several times slower, as soon
+    as a process has seen two models."""
     if torch.cuda.is_available() and not torch.compiler.is_compiling():
-        from torch._dynamo import maybe_mark_dynamic
+        from torch._dynamo import mark_static, maybe_mark_dynamic
 
         for tensor in tensors:
             maybe_mark_dynamic(tensor, 0)
+            if tensor.dim() > 1:
+                mark_static(tensor, list(range(1, tensor.dim())))

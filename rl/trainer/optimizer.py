@@ -116,8 +116,9 @@ class Optimizer:
         """Give every rank's model the weights that the shards' main weights say."""
         if self._model:
             torch._foreach_copy_(self._model, self._main)
-        for module in self.modules:
-            module.start_param_sync()
+        if any(part.data_parallel_group.size() > 1 for part in self.parts):
+            for module in self.modules:
+                module.start_param_sync()
 
     def _norm(self) -> float:
         """Of the whole gradient. The one place of a step where the host waits for the device."""

@@ -1,8 +1,8 @@
 import pytest
 
 from rl.fresh_model import FreshModel, create_model
-from rl.trainer.actor import free_port
 from rl.trainer.config import OptimizerConfig, TrainerConfig
+from rollout.processes import free_port
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
-"""Loss, gradient and log-probs do not depend on the layout."""
+"""Loss, gradient, log-probs and what comes after a resume do not depend on the layout."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -7,37 +8,51 @@ import time
 import pytest
 import torch
 
-from rl.trainer.actor import free_port
+from rollout.processes import free_port
 from tests.trainer.common import Ratio, assert_close, capture_update, make_trajectories
-from tests.trainer.ranks import LAYOUTS
+from tests.trainer.ranks import LAYOUTS, SCHEDULE, STEPS
 
 
-@pytest.fixture(scope="module")
-def ranks(model_dir, tmp_path_factory):
-    output = tmp_path_factory.mktemp("ranks")
-    ports = ",".join(str(free_port()) for _ in LAYOUTS)
-    logs = [(output / f"{rank}.log").open("w") for rank in range(2)]
+def run_ranks(world, model_dir, output, ends_with):
+    """What rank 0 found in each layout; the processes must all end with this code."""
+    ports = ",".join(str(free_port()) for _ in range(len(LAYOUTS[world]) + 1))
+    command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.ranks"]
+    logs = [(output / f"{rank}.log").open("w") for rank in range(world)]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.trainer.ranks", str(rank), ports, str(model_dir), str(output)],
-            stdout=logs[rank],
-            stderr=subprocess.STDOUT,
+            [*command, str(rank), str(world), ports, str(model_dir), str(output)], stdout=log, stderr=subprocess.STDOUT
         )
-        for rank in range(2)
+        for rank, log in enumerate(logs)
     ]
     try:
         deadline = time.monotonic() + 150
-        while (codes := [process.poll() for process in processes]) != [0, 0]:
+        while (codes := [process.poll() for process in processes]) != [ends_with] * world:
             assert time.monotonic() < deadline, "the ranks take too long"
-            if any(codes):  # the other one waits in vain
+            if any(code not in (None, ends_with) for code in codes):  # the others wait in vain
                 break
             time.sleep(0.2)
     finally:
         for process, opened in zip(processes, logs, strict=True):
             process.kill()
             opened.close()
-    assert codes == [0, 0], (output / "0.log").read_text()[-3000:] + (output / "1.log").read_text()[-3000:]
-    return {name: torch.load(output / f"{name}.pt", weights_only=False) for name in LAYOUTS}
+    texts = [(output / f"{rank}.log").read_text()[-2000:] for rank in range(world)]
+    assert codes == [ends_with] * world, "".join(texts)
+    return {name: torch.load(output / f"{name}.pt", weights_only=False) for name in LAYOUTS[world]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def two(model_dir, folder):
+    return run_ranks(2, model_dir, folder, ends_with=-signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def four(model_dir, tmp_path_factory):
+    return run_ranks(4, model_dir, tmp_path_factory.mktemp("four"), ends_with=0)
 
 
 @pytest.fixture
@@ -47,12 +62,13 @@ def single(worker):
     found["exported"] = {name: tensor.clone() for name, tensor in worker.export_weights()}
     found["result"], found["gradient"] = capture_update(worker, trajectories, Ratio())
     worker.update(trajectories[:1], 0, Ratio())
-    found["after"] = [worker.update(trajectories, 0, Ratio()).loss for _ in range(2)]
+    found["after"] = [worker.update(trajectories, 0, Ratio()).grad_norm for _ in range(2)]
     return found
 
 
-def test_every_layout_computes_the_same(ranks, single):
-    for name, found in ranks.items():
+@pytest.mark.parametrize("world", ["two", "four"])
+def test_every_layout_computes_and_resumes_to_the_same(world, request, single):
+    for name, found in request.getfixturevalue(world).items():
         for a, b in zip(found["logprobs"], single["logprobs"], strict=True):
             assert abs(a - b).max() < 1e-5, name
         assert found["exported"].keys() == single["exported"].keys()
@@ -60,17 +76,33 @@ def test_every_layout_computes_the_same(ranks, single):
         assert found["result"].loss == pytest.approx(single["result"].loss, rel=1e-5), name
         assert found["result"].grad_norm == pytest.approx(single["result"].grad_norm, rel=1e-5), name
         assert found["result"].metrics["prepared"].value() == 1
-        assert found["result"].metrics["entropy"].value() == pytest.approx(
-            single["result"].metrics["entropy"].value(), rel=1e-5
-        )
+        entropy = single["result"].metrics["entropy"].value()
+        assert found["result"].metrics["entropy"].value() == pytest.approx(entropy, rel=1e-5), name
         assert_close(found["gradient"], single["gradient"])
-
-
-def test_a_batch_smaller_than_the_ranks_trains(ranks):
-    assert ranks["data"]["few"].samples == 1
-    assert ranks["data"]["few"].loss == pytest.approx(ranks["tensor"]["few"].loss, rel=1e-4)
-
-
-def test_other_layouts_resume_to_the_same_losses(ranks, single):
-    for name, found in ranks.items():
         assert found["after"] == pytest.approx(single["after"], rel=1e-5), name
+
+
+def test_a_batch_smaller_than_the_ranks_trains(two):
+    assert two["data"]["few"].samples == 1
+    assert two["data"]["few"].loss == pytest.approx(two["tensor"]["few"].loss, rel=1e-4)
+
+
+def test_a_killed_run_resumes_at_another_layout_to_six_digits(two, folder, worker, model_dir):
+    trajectories = make_trajectories(temperature=0.7)
+    worker.set_optimizer(SCHEDULE, STEPS)
+    straight = [worker.update(trajectories, 0, Ratio()) for _ in range(STEPS)][STEPS // 2 :]
+    expected = worker.logprobs(trajectories)
+
+    # The ranks were killed while they saved another checkpoint, of which nothing counts.
+    assert not (folder / "torn").exists()
+    assert list((folder / ".torn.partial").glob("*.distcp"))
+    worker.load_model(model_dir)
+    worker.set_optimizer(SCHEDULE, STEPS)
+    assert worker.load_checkpoint(folder / "half") == {"next": 3}
+    resumed = [worker.update(trajectories, 0, Ratio()) for _ in range(STEPS // 2)]
+    for found, wanted in zip(resumed, straight, strict=True):
+        assert (found.step, found.lr) == (wanted.step, wanted.lr)
+        assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
+        assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-6)
+    for found, wanted in zip(worker.logprobs(trajectories), expected, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
