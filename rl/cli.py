@@ -7,6 +7,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -103,13 +104,23 @@ def _report(summary: dict[str, Any], console: Console) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``atelier train ...`` is ``python train.py ...``."""
+    """``atelier train ...`` is ``python train.py ...``; ``atelier plot RUN...`` draws runs side by side."""
     parser = argparse.ArgumentParser(prog="atelier", description="RL post-training of large language models.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("train", help="run a stage", add_help=False)
+    commands.add_parser("train", help="run a stage (as python train.py)", add_help=False)
+    plot = commands.add_parser("plot", help="reward curves of several runs in one picture")
+    plot.add_argument("runs", type=Path, nargs="+", help="run folders")
+    plot.add_argument("--out", type=Path, default=Path("rewards.png"))
     arguments, rest = parser.parse_known_args(argv)
-    assert arguments.command == "train"
-    return train(rest)
+    if arguments.command == "train":
+        return train(rest)
+    missing = [str(run) for run in arguments.runs if not (run / "metrics.jsonl").is_file()]
+    if missing:
+        parser.error(f"no metrics.jsonl in {', '.join(missing)}")
+    from rl.plot import compare_runs
+
+    compare_runs(arguments.runs, arguments.out)
+    return 0
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ class EngineFleet:
 
     @property
     def lost(self) -> dict[str, str]:
-        """Why servers take no requests, by server name; empty where all do."""
-        return {server.name: server.lost for server in self._servers if server.lost is not None}
+        """Why servers take no requests, in a line each, by server name; empty where all do."""
+        return {server.name: server.lost.splitlines()[0] for server in self._servers if server.lost is not None}
 
     async def start(self, model_dir: Path, weight_version: int = 0) -> None:
         """Start all servers together and wait until each has generated a token; on failure none is left running.

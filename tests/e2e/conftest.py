@@ -75,6 +75,17 @@ class Run:
         _, alive = psutil.wait_procs([p for p in self.seen if p.is_running()], timeout=within_s)
         return [f"{p.pid} {p.name()}" for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
+    def find(self, *words: str) -> list[psutil.Process]:
+        """Its processes whose command line has all these words."""
+        found = []
+        for process in self.look():
+            try:
+                if set(words) <= set(process.cmdline()):
+                    found.append(process)
+            except (psutil.NoSuchProcess, FileNotFoundError):
+                continue
+        return found
+
     def ports(self) -> set[int]:
         """Where it listens now."""
         found = set()

@@ -61,7 +61,7 @@ def test_signals_end_the_run_in_order(launch, number):
 def test_a_lost_task_server_fails_the_run_by_name_and_ends_it(launch):
     run = launch("lost", *LONG, "rollout.max_failures_in_a_row=8")
     run.wait_for_step(1)
-    (server,) = [p for p in run.look() if "tasks.serve" in p.cmdline() and "sorting" in p.cmdline()]
+    (server,) = run.find("tasks.serve", "sorting")
     server.kill()
     assert run.wait(120) == EXIT_FAILED
     said = run.text().replace("\n", " ")
@@ -83,9 +83,8 @@ def test_an_engine_that_does_not_start_is_named_with_the_end_of_its_log(launch):
 def test_a_lost_engine_fails_the_run_by_name_and_ends_it(launch):
     run = launch("engine", *LONG, "rollout.max_failures_in_a_row=8")
     run.wait_for_step(1)
-    servers = [p for p in run.look() if "rollout.engine.cpu_launch" in p.cmdline()]
-    for server in servers:
+    for server in run.find("rollout.engine.cpu_launch"):
         server.kill()
     assert run.wait(120) == EXIT_FAILED
-    assert "engine-0" in run.text()
+    assert "no inference server takes requests: {'engine-0': 'engine-0" in run.text().replace("\n", " ")
     assert run.survivors() == []

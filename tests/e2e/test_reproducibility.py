@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TIMES = ("seconds", "tokens_per_second")
+TIMES = ("seconds", "tokens_per_second", "time")
 
 
 def curve(run):
