@@ -116,6 +116,12 @@ class Layout:
     """Tokens of this context-parallel rank, padding included."""
 
 
+def padded_tokens(tokens: int, context: int, multiple: int) -> int:
+    """Size of the padded layout of so many tokens, each sample padded already; it has one token a rank at least."""
+    chunks = (2 * context if context > 1 else 1) * multiple
+    return max(1, -(-tokens // chunks)) * chunks
+
+
 def build_layout(
     token_ids: Int[Tensor, " tokens"],
     cu_seqlens: Int[Tensor, " samples+1"],
@@ -126,6 +132,7 @@ def build_layout(
     multiple: int = 1,
     scored: Bool[Tensor, " tokens"] | None = None,
     flash: bool = False,
+    at_least: int = 0,
     routed_experts: Int[Tensor, "tokens layers top_k"] | None = None,
 ) -> Layout:
     """Lay out one micro-batch (CPU tensors in, ``device`` tensors out); it may have no token at all.
@@ -134,13 +141,14 @@ def build_layout(
         multiple: each rank's number of tokens is padded to a multiple of it (sequence parallelism).
         scored: tokens whose log-probs are wanted; None for all. A sample's first token has none.
         flash: prepare for FlashAttention in place of dense rows.
+        at_least: pad to so many tokens in all (see ``padded_tokens``).
         routed_experts: the engine's choice of experts, negative where it is not recorded.
     """
     chunks = 2 * context if context > 1 else 1
     lengths = cu_seqlens.diff()
     padded = (lengths + chunks - 1) // chunks * chunks
     total = int(padded.sum())
-    tail = -total % (chunks * multiple) if total else chunks * multiple
+    tail = padded_tokens(max(total, at_least), context, multiple) - total
     rows = torch.cat([padded, torch.tensor([tail])])
     starts = rows.cumsum(0) - rows
     total += tail
@@ -148,40 +156,20 @@ def build_layout(
     sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     offset = torch.arange(len(token_ids)) - cu_seqlens[:-1][sample]
     place = starts[:-1][sample] + offset
-    ids = torch.zeros(total, dtype=torch.long)
-    ids[place] = token_ids.long()
-    real = torch.zeros(total, dtype=torch.bool)
-    real[place] = True
+    ids = _placed(token_ids.long(), place, total, 0)
+    real = _placed(torch.ones(len(token_ids), dtype=torch.bool), place, total, False)
     wanted = offset > 0 if scored is None else scored & (offset > 0)
     predicted = wanted.nonzero().squeeze(1)
     predictors = place[predicted] - 1
-    targets = torch.full((total,), -1)
-    targets[predictors] = token_ids[predicted].long()
+    targets = _placed(token_ids[predicted].long(), predictors, total, -1)
     temperatures = torch.repeat_interleave(torch.cat([temperature.float(), torch.ones(1)]), rows)
 
-    positions = torch.arange(total) - torch.repeat_interleave(starts, rows)
-    chunk = positions // (torch.repeat_interleave(rows, rows) // chunks)
-    owner = torch.minimum(chunk, chunks - 1 - chunk)
-    locals_ = [(owner == rank).nonzero().squeeze(1) for rank in range(context)]
+    positions, locals_ = _divide(rows, context)
     mine = locals_[context_rank]
-    gathered_order = torch.cat(locals_).argsort() if context > 1 else None
-    packing = Packing(
-        qkv_format="sbhd",
-        max_seqlen_q=int(rows.max()),
-        max_seqlen_kv=int(rows.max()),
-        positions=_send(positions[mine], device),
-        gathered_order=None if gathered_order is None else _send(gathered_order, device),
-    )
+    packing = _make_packing(rows, positions, locals_, context_rank, flash, device)
     packing.real = _send(real[mine], device)
     if routed_experts is not None:
-        record = torch.full((total, *routed_experts.shape[1:]), -1, dtype=torch.int32)
-        record[place] = routed_experts
-        packing.routed_experts = _send(record[mine], device)
-    full_rows = rows[rows > 0]
-    if flash:
-        packing.spans = make_spans(full_rows, context, context_rank, gathered_order, device)
-    else:
-        _add_buckets(packing, full_rows, positions, mine, context, device)
+        packing.routed_experts = _send(_placed(routed_experts, place, total, -1)[mine], device)
     local_scored = (targets[mine] >= 0).nonzero().squeeze(1)
     return Layout(
         packing=packing,
@@ -194,6 +182,49 @@ def build_layout(
         tokens=len(token_ids),
         local=len(mine),
     )
+
+
+def _make_packing(
+    rows: Int[Tensor, " rows"],
+    positions: Int[Tensor, " padded"],
+    locals_: list[Int[Tensor, " local"]],
+    rank: int,
+    flash: bool,
+    device: torch.device,
+) -> Packing:
+    """What attention needs, for one of the context-parallel ranks."""
+    context, mine = len(locals_), locals_[rank]
+    gathered_order = torch.cat(locals_).argsort() if context > 1 else None
+    packing = Packing(
+        qkv_format="sbhd",
+        max_seqlen_q=int(rows.max()),
+        max_seqlen_kv=int(rows.max()),
+        positions=_send(positions[mine], device),
+        gathered_order=None if gathered_order is None else _send(gathered_order, device),
+    )
+    full_rows = rows[rows > 0]
+    if flash:
+        packing.spans = make_spans(full_rows, context, rank, gathered_order, device)
+    else:
+        _add_buckets(packing, full_rows, positions, mine, context, device)
+    return packing
+
+
+def _divide(rows: Int[Tensor, " rows"], context: int) -> tuple[Int[Tensor, " padded"], list[Int[Tensor, " local"]]]:
+    """The positions of all tokens within their rows, and which tokens each context-parallel rank has."""
+    chunks = 2 * context if context > 1 else 1
+    starts = rows.cumsum(0) - rows
+    positions = torch.arange(int(rows.sum())) - torch.repeat_interleave(starts, rows)
+    chunk = positions // (torch.repeat_interleave(rows, rows) // chunks)
+    owner = torch.minimum(chunk, chunks - 1 - chunk)
+    return positions, [(owner == rank).nonzero().squeeze(1) for rank in range(context)]
+
+
+def _placed(x: Tensor, place: Int[Tensor, " entries"], total: int, empty: int) -> Tensor:
+    """``total`` entries, those of ``x`` at their places and ``empty`` elsewhere."""
+    whole = x.new_full((total, *x.shape[1:]), empty)
+    whole[place] = x
+    return whole
 
 
 def _send(x: Tensor, device: torch.device) -> Tensor:
