@@ -299,9 +299,13 @@ class TrainerWorker:
         """The weights as engines load them; on rank 0, and an empty list on the others. A collective of all ranks."""
         weights = self.export_weights()
         if dist.get_rank() == 0:
-            return list(make_buckets(weights, bucket_bytes))
+            return list(make_buckets(self._with_untrained(weights), bucket_bytes))
         _exhaust(weights)
         return []
+
+    def _with_untrained(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Exported weights, and the tensors of the source that the trainer does not have."""
+        return chain(weights, convert.untrained_weights(self.loaded.hf, self.loaded.source))
 
     def save_hf(self, directory: Path) -> None:
         """Write a Hugging Face directory (weights, config, tokenizer). A collective of all ranks.
@@ -314,8 +318,7 @@ class TrainerWorker:
             raise FileExistsError(f"{directory} exists; it is not overwritten")
         weights = self.export_weights()
         if dist.get_rank() == 0:
-            untrained = convert.untrained_weights(self.loaded.hf, self.loaded.source)
-            convert.save_hf(chain(weights, untrained), self.loaded.source, directory, self.config.dtype)
+            convert.save_hf(self._with_untrained(weights), self.loaded.source, directory, self.config.dtype)
         else:
             _exhaust(weights)
         dist.barrier()

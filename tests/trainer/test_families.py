@@ -57,6 +57,8 @@ def test_layers_that_predict_further_ahead_are_kept_as_they_are(session_worker, 
     saved, original = load_file(tmp_path / "saved" / "model.safetensors"), load_file(path)
     assert saved.keys() == original.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in original.items())
+    published = {name for bucket in session_worker.weight_buckets(2**20) for name in bucket.shapes}
+    assert published == original.keys()
 
     save_file(original | {"model.layers.3.enorm.weight": torch.ones(48)}, path, metadata={"format": "pt"})
     with pytest.raises(WeightMismatchError, match=r"unknown tensors \['model.layers.3.enorm.weight'\]"):
