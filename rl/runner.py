@@ -53,7 +53,7 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
         tracker = build_trackers(config, identity.run_id, _totals(plan), console)
         failed = True
         stack.push(lambda *_: tracker.finish(summary, failed))
-        say = functools.partial(console.print, markup=False)
+        say = functools.partial(console.print, markup=False, soft_wrap=True)
         renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
         starting = None
         with stopwatch.phase("start"):
