@@ -14,6 +14,9 @@ class ParallelConfig(BaseModel):
 
     tensor: int = Field(1, ge=1, le=64)
     pipeline: int = Field(1, ge=1, le=128)
+    virtual_pipeline: int = Field(1, ge=1, le=128)
+    """Stages that each pipeline rank has, interleaved with the other ranks' (rank 0 has stages 0, P, 2P, ...): shorter
+    bubbles for more communication. The number of micro-batches becomes a multiple of ``pipeline``."""
     context: int = Field(1, ge=1, le=64)
     expert: int = Field(1, ge=1, le=1024)
     expert_tensor: int = Field(1, ge=1, le=64)
@@ -21,10 +24,17 @@ class ParallelConfig(BaseModel):
     """Split the activations between the tensor-parallel blocks along the sequence."""
 
     @model_validator(mode="after")
-    def _sequence_parallel_needs_tensor(self) -> Self:
+    def _needed_sizes(self) -> Self:
         if self.sequence_parallel and self.tensor == 1:
             raise ValueError("sequence_parallel needs tensor > 1")
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError("virtual_pipeline needs pipeline > 1")
         return self
+
+    @property
+    def stages(self) -> int:
+        """Of the model, in the order of the forward pass; stage ``s`` is on pipeline rank ``s % pipeline``."""
+        return self.pipeline * self.virtual_pipeline
 
     @property
     def model_ranks(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,8 +59,8 @@ def weights_of(hf: PretrainedConfig, parallel: ParallelConfig, value: bool = Fal
     embedding = Weight("embedding.word_embeddings.weight", table, Form.VOCABULARY, (padded, hidden))
     weights = [embedding]
     for layer in range(hf.num_hidden_layers):
-        weights += _layer_weights(hf, layer, hf.num_hidden_layers // parallel.pipeline)
-    last = parallel.pipeline - 1
+        weights += _layer_weights(hf, layer, hf.num_hidden_layers // parallel.stages)
+    last = parallel.stages - 1
     norm = copied("decoder.final_layernorm.weight", "model.norm.weight", hidden)
     weights.append(norm.placed("", "", last))
     if value:
@@ -102,7 +102,7 @@ class _Place:
     def of(cls, model: Trunk) -> _Place:
         expert = parallel_state.get_expert_model_parallel_group()
         return cls(
-            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            stage=model.stage,
             tensor=parallel_state.get_tensor_model_parallel_group(),
             expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
             expert=expert,
@@ -208,17 +208,21 @@ def _read(path: Path, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 @torch.no_grad()
-def export_weights(model: Trunk, hf: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
+def export_weights(models: Sequence[Trunk], hf: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
     """Every Hugging Face tensor of the model, on this rank's device and in the model's dtype.
+
+    Args:
+        models: this rank's stages.
 
     A collective of all ranks: each must take the iterator to its end, and each gets every tensor. One Megatron tensor
     exists in whole at a time.
     """
-    place, state = _Place.of(model), _state(model)
+    model, places = models[-1], {model.stage: (_Place.of(model), _state(model)) for model in models}
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     for weight in weights_of(hf, model.parallel, isinstance(model, ValueModel)):
         if not weight.exported:
             continue
+        place, state = places.get(weight.stage, places[model.stage])
         group = place.pieces(weight)
         shape = weight.piece_shape(group.size())
         if place.has(weight):
@@ -229,7 +233,7 @@ def export_weights(model: Trunk, hf: PretrainedConfig) -> Iterator[tuple[str, Te
         if weight.expert is not None and place.expert.size() > 1 and weight.stage == place.stage:
             piece = _broadcast(piece, place.owner(weight.expert), place.expert)
         if pipeline.size() > 1:
-            piece = _broadcast(piece, weight.stage, pipeline)
+            piece = _broadcast(piece, weight.stage % pipeline.size(), pipeline)
         axis = AXIS[weight.form]
         if axis is not None and group.size() > 1:
             pieces = [torch.empty_like(piece) for _ in range(group.size())]

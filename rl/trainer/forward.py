@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rl.trainer.head import token_logprobs
 from rl.trainer.moe import check_record
-from rl.trainer.packing import Layout, build_layout
+from rl.trainer.packing import Layout, build_layout, padded_tokens
 from rl.trainer.topk import token_topk
 from rl.trainer.value import token_values
 
@@ -34,16 +34,19 @@ ValueLoss = Callable[[SampleTokens, Tensor], Tensor]
 """``(samples, values) → scalar loss``, likewise."""
 Forward = Callable[[DistributedDataParallel, Layout], Tensor]
 """``(module, layout) → this stage's output``."""
+Modules = Sequence[DistributedDataParallel]
+"""This rank's stages, several in an interleaved pipeline; the model ends in the last one of the last rank."""
 Finish = Callable[[SampleTokens, Layout, Tensor], Tensor]
 """``(samples, layout, last hidden state) → scalar loss``, called on the last stage once a micro-batch, also an empty
 one, for which the loss must be 0 but depend on every parameter of the head."""
 
 
-def lay_out(taken: SampleTokens, config: TrainerConfig, in_rows: bool = False) -> Layout:
+def lay_out(taken: SampleTokens, config: TrainerConfig, in_rows: bool = False, at_least: int = 0) -> Layout:
     """The layout of a micro-batch on this rank.
 
     Args:
         in_rows: the model's attention has no other form than rows.
+        at_least: pad to so many tokens over all context-parallel ranks.
     """
     return build_layout(
         taken.token_ids,
@@ -52,10 +55,11 @@ def lay_out(taken: SampleTokens, config: TrainerConfig, in_rows: bool = False) -
         platform.device(),
         context=config.parallel.context,
         context_rank=parallel_state.get_context_parallel_rank(),
-        multiple=config.parallel.tensor if config.parallel.sequence_parallel else 1,
+        multiple=_multiple(config),
         scored=taken.scored,
         routed_experts=taken.routed_experts,
         flash=platform.device().type == "cuda" and config.dtype == "bfloat16" and not in_rows,
+        at_least=at_least,
     )
 
 
@@ -65,7 +69,7 @@ def run_module(module: DistributedDataParallel, layout: Layout) -> Float[Tensor,
 
 
 def run_schedule(
-    module: DistributedDataParallel,
+    modules: Modules,
     batch: TrainBatch,
     micro_batches: Sequence[Sequence[int]],
     config: TrainerConfig,
@@ -92,23 +96,39 @@ def run_schedule(
         taken = take_samples(batch, next(iterator))
         if taken.routed_experts is not None:
             check_record(taken.routed_experts, module.config)
-        layout = lay_out(taken, config, module.module.attends_in_rows)
+        layout = lay_out(taken, config, module.module.attends_in_rows, at_least)
         return forward(module, layout), partial(end, taken, layout)
 
+    at_least = _common_length(batch, micro_batches, config) if len(modules) > 1 else 0
+    iterators = [iter(micro_batches) for _ in modules]
     with torch.set_grad_enabled(backward):
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
-            model=[module],
+            data_iterator=iterators if len(modules) > 1 else iterators[0],
+            model=list(modules),
             num_microbatches=len(micro_batches),
-            seq_length=config.max_tokens_per_micro_batch,  # the stages tell each other the real ones
+            seq_length=at_least or config.max_tokens_per_micro_batch,  # the stages tell each other the real ones
             micro_batch_size=1,
             forward_only=not backward,
         )
 
 
+def _common_length(batch: TrainBatch, micro_batches: Sequence[Sequence[int]], config: TrainerConfig) -> int:
+    """Tokens of the largest micro-batch, to which an interleaved pipeline pads all of them: Megatron's exchange of
+    sizes mixes up what goes forward and what comes back where two ranks are neighbours on both sides."""
+    chunks = 2 * config.parallel.context if config.parallel.context > 1 else 1
+    padded = (batch.rollout.lengths() + chunks - 1) // chunks * chunks
+    longest = max(int(padded[list(members)].sum()) for members in micro_batches)
+    return padded_tokens(longest, config.parallel.context, _multiple(config))
+
+
+def _multiple(config: TrainerConfig) -> int:
+    """What each rank's number of tokens must be a multiple of."""
+    return config.parallel.tensor if config.parallel.sequence_parallel else 1
+
+
 def run_passes(
-    module: DistributedDataParallel,
+    modules: Modules,
     batch: TrainBatch,
     micro_batches: Sequence[Sequence[int]],
     config: TrainerConfig,
@@ -118,15 +138,15 @@ def run_passes(
     """``run_schedule`` of a language model with a loss of log-probs and entropies."""
 
     def finish(taken: SampleTokens, layout: Layout, hidden: Tensor) -> Tensor:
-        logprobs, entropy = token_logprobs(module.module, hidden, layout, config.logits_chunk_tokens)
+        logprobs, entropy = token_logprobs(modules[-1].module, hidden, layout, config.logits_chunk_tokens)
         # The zero keeps the graph, so that the backward pass visits every parameter.
         return loss(taken, logprobs, entropy) if layout.tokens else logprobs.sum() * 0.0
 
-    run_schedule(module, batch, micro_batches, config, finish, backward)
+    run_schedule(modules, batch, micro_batches, config, finish, backward)
 
 
 def run_value_passes(
-    module: DistributedDataParallel,
+    modules: Modules,
     batch: TrainBatch,
     micro_batches: Sequence[Sequence[int]],
     config: TrainerConfig,
@@ -136,14 +156,14 @@ def run_value_passes(
     """``run_schedule`` of a value model with a loss of values."""
 
     def finish(taken: SampleTokens, layout: Layout, hidden: Tensor) -> Tensor:
-        values = token_values(module.module, hidden, layout)
+        values = token_values(modules[-1].module, hidden, layout)
         return loss(taken, values) if layout.tokens else values.sum() * 0.0
 
-    run_schedule(module, batch, micro_batches, config, finish, backward)
+    run_schedule(modules, batch, micro_batches, config, finish, backward)
 
 
 def batch_logprobs(
-    module: DistributedDataParallel,
+    modules: Modules,
     batch: TrainBatch,
     micro_batches: Sequence[Sequence[int]],
     config: TrainerConfig,
@@ -159,13 +179,13 @@ def batch_logprobs(
         _keep(whole, taken, torch.stack([logprobs, entropy], dim=-1))
         return logprobs.sum()
 
-    run_passes(module, batch, micro_batches, config, keep, backward=False)
+    run_passes(modules, batch, micro_batches, config, keep, backward=False)
     logprobs, entropy = _on_every_rank(whole).unbind(-1)
     return logprobs, entropy
 
 
 def batch_values(
-    module: DistributedDataParallel,
+    modules: Modules,
     batch: TrainBatch,
     micro_batches: Sequence[Sequence[int]],
     config: TrainerConfig,
@@ -178,12 +198,12 @@ def batch_values(
         _keep(whole, taken, values)
         return values.sum()
 
-    run_value_passes(module, batch, micro_batches, config, keep, backward=False)
+    run_value_passes(modules, batch, micro_batches, config, keep, backward=False)
     return _on_every_rank(whole)
 
 
 def batch_topk(
-    module: DistributedDataParallel,
+    modules: Modules,
     batch: TrainBatch,
     micro_batches: Sequence[Sequence[int]],
     config: TrainerConfig,
@@ -195,12 +215,12 @@ def batch_topk(
     ids = torch.zeros_like(logprobs, dtype=torch.int32)
 
     def finish(taken: SampleTokens, layout: Layout, hidden: Tensor) -> Tensor:
-        values, chosen = token_topk(module.module, hidden, layout, k, config.logits_chunk_tokens)
+        values, chosen = token_topk(modules[-1].module, hidden, layout, k, config.logits_chunk_tokens)
         _keep(logprobs, taken, values)
         _keep(ids, taken, chosen)
         return values.sum()
 
-    run_schedule(module, batch, micro_batches, config, finish, backward=False)
+    run_schedule(modules, batch, micro_batches, config, finish, backward=False)
     return _on_every_rank(logprobs), _on_every_rank(ids)
 
 

@@ -49,7 +49,7 @@ class _Carry(torch.autograd.Function):
 
 
 def run_indexer_passes(
-    module: DistributedDataParallel,
+    modules: Sequence[DistributedDataParallel],
     batch: TrainBatch,
     micro_batches: Sequence[Sequence[int]],
     config: TrainerConfig,
@@ -77,4 +77,4 @@ def run_indexer_passes(
     def finish(taken: SampleTokens, layout: Layout, hidden: Tensor) -> Tensor:
         return hidden.sum() * 0.0
 
-    run_schedule(module, batch, micro_batches, config, finish, backward=True, forward=forward)
+    run_schedule(modules, batch, micro_batches, config, finish, backward=True, forward=forward)

@@ -53,7 +53,7 @@ def update_indexer(worker: TrainerWorker, trajectories: Sequence[Trajectory], cu
 
     with watch.phase("passes"):
         loaded.optimizer.zero_grad()
-        run_indexer_passes(loaded.module, batch, micro_batches, worker.config, tokens, observe)
+        run_indexer_passes(loaded.modules, batch, micro_batches, worker.config, tokens, observe)
         # Tensor-parallel ranks computed the same numbers; the others those of their layers and tokens.
         speaks = parallel_state.get_tensor_model_parallel_rank() == 0
         metrics = merge_metrics(gather_objects(merge_metrics(parts) if speaks else {}))

@@ -71,7 +71,7 @@ def _stage(
     hf: PretrainedConfig, config: TrainerConfig, weights: Iterable[Weight], stage: int, value: bool
 ) -> StageMemory:
     parallel, size = config.parallel, 2 if config.dtype == "bfloat16" else 4
-    mine = [weight for weight in weights if weight.stage == stage]
+    mine = [weight for weight in weights if weight.stage % parallel.pipeline == stage]
     dense = [w for w in mine if w.expert is None]
     experts = [w for w in mine if w.expert is not None]
     # Every expert-parallel rank has as many experts.
@@ -80,13 +80,14 @@ def _stage(
     replicas = config.world_size // (parallel.tensor * parallel.pipeline)
     expert_replicas = config.world_size // (parallel.expert_tensor * parallel.expert * parallel.pipeline)
     parameters = gradients = optimizer = 0
+    chunks = range(stage, parallel.stages, parallel.pipeline)
     for part, ranks, copies in ((dense, parallel.tensor, replicas), (experts, parallel.expert_tensor, expert_replicas)):
         for float32 in (False, True):
             chosen = [w for w in part if w.float32 == float32]
             trained = [w for w in chosen if _trained(w, config)]
             own = 4 if float32 else size
             frozen = sum(_count(w, ranks) for w in chosen if not _trained(w, config))
-            padded = _buffer(trained, ranks, copies, shared)
+            padded = sum(_buffer([w for w in trained if w.stage == s], ranks, copies, shared) for s in chunks)
             parameters += own * (padded + frozen)
             gradients += 4 * padded
             held = min(sum(_count(w, ranks) for w in trained), padded // copies)
@@ -156,8 +157,11 @@ def _activations(hf: PretrainedConfig, config: TrainerConfig, size: int, stage: 
     common, split = layer_activations(hf)
     common /= parallel.tensor if parallel.sequence_parallel else 1
     layer = tokens * size * (common + split / parallel.tensor)
-    layers = hf.num_hidden_layers // parallel.pipeline
-    flights = parallel.pipeline - stage  # micro-batches whose backward pass is still to come, at most
+    layers = hf.num_hidden_layers // parallel.stages
+    # Passes through a stage whose backward pass is still to come, at most.
+    flights = parallel.pipeline - stage
+    if parallel.virtual_pipeline > 1:
+        flights = 2 * (flights - 1) + (parallel.virtual_pipeline - 1) * parallel.pipeline + 1
     if not config.recompute:
         return round(flights * layers * layer)
     kept = tokens * size * hf.hidden_size / (parallel.tensor if parallel.sequence_parallel else 1)

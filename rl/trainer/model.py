@@ -98,6 +98,7 @@ def transformer_config(hf: PretrainedConfig, config: TrainerConfig) -> Transform
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
@@ -114,7 +115,10 @@ def transformer_config(hf: PretrainedConfig, config: TrainerConfig) -> Transform
         # The sums over tokens carry their global denominators already, so that gradients are summed over the
         # data-parallel ranks; without this Megatron divides them by the number of ranks.
         calculate_per_token_loss=True,
-        variable_seq_lengths=True,
+        # An interleaved pipeline pads its micro-batches to one length (see ``run_schedule``).
+        variable_seq_lengths=parallel.virtual_pipeline == 1,
+        # In one batch the transfers of two ranks that are each other's neighbours on both sides get mixed up.
+        batch_p2p_comm=parallel.virtual_pipeline == 1,
         moe_token_dispatcher_type="alltoall",  # Megatron asks for it with variable lengths, also of dense models
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
@@ -136,7 +140,8 @@ def transformer_config(hf: PretrainedConfig, config: TrainerConfig) -> Transform
 class Trunk(GPTModel):
     """GPTModel that ends at the last hidden state; what comes after it is not Megatron's."""
 
-    def __init__(self, hf: PretrainedConfig, config: TrainerConfig, tied: bool) -> None:
+    def __init__(self, hf: PretrainedConfig, config: TrainerConfig, tied: bool, chunk: int = 0) -> None:
+        """``chunk`` counts this rank's stages."""
         options = transformer_config(hf, config)
         self.parallel = config.parallel
         self.attends_in_rows = family_of(hf).attends_in_rows
@@ -146,15 +151,18 @@ class Trunk(GPTModel):
             raise UnsupportedModelError(f"vocab_size {hf.vocab_size} is too small for tensor parallel size {tensor}")
         super().__init__(
             config=options,
-            transformer_layer_spec=block_spec(family_of(hf), hf, options),
+            transformer_layer_spec=block_spec(family_of(hf), hf, options, chunk),
             vocab_size=self.rows_per_rank * tensor,
             max_sequence_length=hf.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
             parallel_output=True,
             share_embeddings_and_output_weights=tied,
             position_embedding_type="rope",
+            vp_stage=chunk if config.parallel.virtual_pipeline > 1 else None,
         )
+        self.stage = parallel_state.get_pipeline_model_parallel_rank() + chunk * config.parallel.pipeline
+        """Of ``ParallelConfig.stages``."""
         self.rotary_pos_emb = PackedRotaryEmbedding(inverse_frequencies(hf))
         group_layers(self.decoder.layers, config.layers_per_graph)
 
@@ -165,8 +173,8 @@ class Trunk(GPTModel):
 class PolicyModel(Trunk):
     """A language model: ``rl.trainer.head`` goes on from the last hidden state without full logits."""
 
-    def __init__(self, hf: PretrainedConfig, config: TrainerConfig) -> None:
-        super().__init__(hf, config, tied=hf.tie_word_embeddings)
+    def __init__(self, hf: PretrainedConfig, config: TrainerConfig, chunk: int = 0) -> None:
+        super().__init__(hf, config, tied=hf.tie_word_embeddings, chunk=chunk)
         rank = parallel_state.get_tensor_model_parallel_rank()
         self.tokens = hf.vocab_size
         self.vocab_rows = min(self.rows_per_rank, hf.vocab_size - rank * self.rows_per_rank)
@@ -179,9 +187,13 @@ class PolicyModel(Trunk):
         return weight[: self.vocab_rows]
 
 
-def build_model(hf: PretrainedConfig, config: TrainerConfig) -> PolicyModel:
-    """This rank's part of the model, with uninitialised weights, on this process's device."""
-    model = PolicyModel(hf, config).to(platform.device())
+def build_chunks(hf: PretrainedConfig, config: TrainerConfig) -> list[PolicyModel]:
+    """This rank's stages of the model, with uninitialised weights, on this process's device."""
+    return [_build_chunk(hf, config, chunk) for chunk in range(config.parallel.virtual_pipeline)]
+
+
+def _build_chunk(hf: PretrainedConfig, config: TrainerConfig, chunk: int) -> PolicyModel:
+    model = PolicyModel(hf, config, chunk).to(platform.device())
     train_only(model, lambda name: (INDEXER in name) == (config.trained != "model"))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UnsupportedModelError(f"trained={config.trained}: the model has no indexer")

@@ -34,9 +34,10 @@ def backend() -> BackendSpecProvider:
 
 
 def block_spec(
-    family: Family, hf: PretrainedConfig, config: TransformerConfig, vp_stage: int | None = None
+    family: Family, hf: PretrainedConfig, config: TransformerConfig, chunk: int
 ) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage (or of one virtual stage of it)."""
+    """The layers of one of this rank's stages, which ``chunk`` counts."""
+    vp_stage = chunk if config.virtual_pipeline_model_parallel_size else None
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     return TransformerBlockSubmodules(

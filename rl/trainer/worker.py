@@ -51,7 +51,7 @@ from rl.trainer.cost import balance_length
 from rl.trainer.forward import batch_logprobs, batch_topk, run_passes
 from rl.trainer.indexer_update import update_indexer
 from rl.trainer.memory_plan import check_fits, describe, plan_memory
-from rl.trainer.model import PolicyModel, build_model, read_hf_config
+from rl.trainer.model import PolicyModel, build_chunks, read_hf_config
 from rl.trainer.offload import Offload
 from rl.trainer.optimizer import Optimizer
 
@@ -65,7 +65,8 @@ class _Loaded:
 
     source: Path
     hf: PretrainedConfig
-    module: DistributedDataParallel
+    modules: list[DistributedDataParallel]
+    """This rank's stages of the model."""
     optimizer: Optimizer
     schedule: OptimizerConfig
     balance_length: float
@@ -75,8 +76,17 @@ class _Loaded:
     """Updates since the optimizer was made."""
 
     @property
+    def module(self) -> DistributedDataParallel:
+        """The only stage, or the last of several."""
+        return self.modules[-1]
+
+    @property
     def model(self) -> PolicyModel:
         return self.module.module
+
+    @property
+    def models(self) -> list[PolicyModel]:
+        return [module.module for module in self.modules]
 
 
 class TrainerWorker:
@@ -115,16 +125,15 @@ class TrainerWorker:
         self._offload.onload()  # what is away belongs to the model that goes
         hf = read_hf_config(hf_dir)
         table = self._check_memory(hf)
-        model = build_model(hf, self.config)
-        convert.load_hf(model, hf, hf_dir)
-        module = DistributedDataParallel(
-            model.config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-            model,
-        )
-        model.config.finalize_model_grads_func = _finalize_gradients
-        options = self.config.optimizer
-        self._loaded = _Loaded(hf_dir, hf, module, self._optimizer(module, options), options, balance_length(hf))
+        modules = []
+        for model in build_chunks(hf, self.config):
+            convert.load_hf(model, hf, hf_dir)
+            options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+            modules.append(DistributedDataParallel(model.config, options, model))
+            model.config.finalize_model_grads_func = _finalize_gradients
+        schedule = self.config.optimizer
+        optimizer = Optimizer(modules, schedule, self.config.dtype)
+        self._loaded = _Loaded(hf_dir, hf, modules, optimizer, schedule, balance_length(hf))
         return table
 
     def _check_memory(self, hf: PretrainedConfig) -> str:
@@ -143,11 +152,8 @@ class TrainerWorker:
         if total_steps < 1:
             raise ValueError(f"total_steps {total_steps} must be at least 1")
         loaded = self.loaded
-        loaded.optimizer = self._optimizer(loaded.module, options)
+        loaded.optimizer = Optimizer(loaded.modules, options, self.config.dtype)
         loaded.schedule, loaded.total_steps, loaded.steps = options, total_steps, 0
-
-    def _optimizer(self, module: DistributedDataParallel, options: OptimizerConfig) -> Optimizer:
-        return Optimizer([module], options, self.config.dtype)
 
     @property
     def loaded(self) -> _Loaded:
@@ -221,8 +227,9 @@ class TrainerWorker:
         """This data-parallel rank's micro-batches of these samples, and the tokens of all of them."""
         lengths = batch.rollout.lengths()[torch.tensor(samples, dtype=torch.long)].tolist()
         config = self.config
+        multiple = config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1
         plan = plan_micro_batches(
-            lengths, config.max_tokens_per_micro_batch, config.data_parallel, self.loaded.balance_length
+            lengths, config.max_tokens_per_micro_batch, config.data_parallel, self.loaded.balance_length, multiple
         )
         mine = plan[parallel_state.get_data_parallel_rank()]
         return [[samples[index] for index in members] for members in mine], sum(lengths)
@@ -237,7 +244,7 @@ class TrainerWorker:
         usable = (rollout.valid & ~rollout.dropped)[rollout.rollout]
         samples = _samples_with(rollout.action_mask & usable[rollout.sample_of_token()], batch)
         micro_batches, _ = self.plan(batch, samples)
-        logprobs, _ = batch_logprobs(self.loaded.module, batch, micro_batches, self.config)
+        logprobs, _ = batch_logprobs(self.loaded.modules, batch, micro_batches, self.config)
         return dataclasses.replace(batch, rollout=dataclasses.replace(rollout, old_logprobs=logprobs))
 
     def _passes(
@@ -257,7 +264,7 @@ class TrainerWorker:
             parts.append(_pass_metrics(output.loss, inputs, own))
             return output.loss
 
-        run_passes(loaded.module, batch, micro_batches, self.config, loss, backward=True)
+        run_passes(loaded.modules, batch, micro_batches, self.config, loss, backward=True)
         # The ranks of one tensor- and context-parallel group computed the same numbers; only the last stage has any.
         speaks = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
         return merge_metrics(gather_objects(merge_metrics(parts) if speaks else {}))
@@ -268,7 +275,7 @@ class TrainerWorker:
         batch = build_batch(trajectories, _newest_version(trajectories))
         batch = dataclasses.replace(batch, scored=torch.ones_like(batch.scored))
         micro_batches, _ = self.plan(batch, range(batch.rollout.samples))
-        values, _ = batch_logprobs(self.loaded.module, batch, micro_batches, self.config)
+        values, _ = batch_logprobs(self.loaded.modules, batch, micro_batches, self.config)
         return np.split(values.numpy(), batch.rollout.cu_seqlens[1:-1].tolist())
 
     def topk_logprobs(self, trajectories: Sequence[Trajectory], k: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -278,7 +285,7 @@ class TrainerWorker:
         batch = build_batch(trajectories, _newest_version(trajectories))
         batch = dataclasses.replace(batch, scored=torch.ones_like(batch.scored))
         micro_batches, _ = self.plan(batch, range(batch.rollout.samples))
-        both = batch_topk(self.loaded.module, batch, micro_batches, self.config, k)
+        both = batch_topk(self.loaded.modules, batch, micro_batches, self.config, k)
         edges = batch.rollout.cu_seqlens[1:-1].tolist()
         logprobs, ids = (np.split(x.numpy(), edges) for x in both)
         return list(zip(logprobs, ids, strict=True))
@@ -293,7 +300,7 @@ class TrainerWorker:
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and tensors, on this rank's device; see ``convert.export_weights``."""
-        return convert.export_weights(self.loaded.model, self.loaded.hf)
+        return convert.export_weights(self.loaded.models, self.loaded.hf)
 
     def weight_buckets(self, bucket_bytes: int) -> list[Bucket]:
         """The weights as engines load them; on rank 0, and an empty list on the others. A collective of all ranks."""
@@ -329,7 +336,7 @@ class TrainerWorker:
         loaded = self._loaded
         if loaded is None:
             raise RuntimeError("no model is loaded; call load_model first")
-        return self._offload.offload([loaded.module], loaded.optimizer)
+        return self._offload.offload(loaded.modules, loaded.optimizer)
 
     def onload(self) -> None:
         """Bring back what ``offload`` moved. Idempotent."""
@@ -338,9 +345,7 @@ class TrainerWorker:
     def save_checkpoint(self, directory: Path, extra: Mapping[str, Any], background: bool = False) -> None:
         """See ``Checkpoints.save``. A collective of all ranks."""
         loaded = self.loaded
-        self._checkpoints.save(
-            directory, [loaded.model], loaded.optimizer, loaded.steps, extra, self.config, background
-        )
+        self._checkpoints.save(directory, loaded.models, loaded.optimizer, loaded.steps, extra, self.config, background)
 
     def wait_for_checkpoint(self) -> None:
         """Until the checkpoint that is being saved in the background is on the disk; raises what it failed with."""
@@ -349,7 +354,7 @@ class TrainerWorker:
     def load_checkpoint(self, directory: Path) -> Mapping[str, Any]:
         """Restore a checkpoint into the loaded model; returns the caller's extra state. A collective of all ranks."""
         loaded = self.loaded
-        restored = self._checkpoints.load(directory, [loaded.model], loaded.optimizer, self.config)
+        restored = self._checkpoints.load(directory, loaded.models, loaded.optimizer, self.config)
         loaded.steps = restored.step
         return restored.extra
 

@@ -91,7 +91,7 @@ def capture_update(worker, trajectories, algorithm, version=0, dropped=()):
     step = optimizer.step
 
     def capture(lr):
-        parameters = list(worker.loaded.model.parameters())
+        parameters = [p for model in worker.loaded.models for p in model.parameters()]
         weights = [p.detach().clone() for p in parameters]
         reduced = reduced_gradients(optimizer)
         with torch.no_grad():

@@ -9,7 +9,7 @@ from rollout.processes import free_port
 def model_dir(tmp_path_factory):
     """A tiny Qwen3 with grouped queries."""
     directory = tmp_path_factory.mktemp("model") / "hf"
-    create_model(directory, FreshModel(kv_heads=2, initializer_range=0.1), seed=0)
+    create_model(directory, FreshModel(layers=4, kv_heads=2, initializer_range=0.1), seed=0)
     return directory
 
 

@@ -23,6 +23,7 @@ LAYOUTS = {
         "tensor": ParallelConfig(tensor=2),
         "sequence": ParallelConfig(tensor=2, sequence_parallel=True),
         "pipeline": ParallelConfig(pipeline=2),
+        "interleaved": ParallelConfig(pipeline=2, virtual_pipeline=2),
         "data": ParallelConfig(),
         "context": ParallelConfig(context=2),
     },
@@ -32,9 +33,12 @@ LAYOUTS = {
         "pipeline and context": ParallelConfig(pipeline=2, context=2),
     },
 }
-SAVING, RESUMING = ("tensor", "tensor and pipeline"), ("pipeline", "data", "sequence and data", "pipeline and context")
+SAVING, RESUMING = (
+    ("tensor", "tensor and pipeline"),
+    ("pipeline", "interleaved", "data", "sequence and data", "pipeline and context"),
+)
 BUDGET = 100
-SCHEDULE, STEPS = OptimizerConfig(lr=1e-2, warmup_steps=2, decay="cosine"), 6
+SCHEDULE, STEPS = OptimizerConfig(lr=1e-3, warmup_steps=2, decay="cosine"), 6
 
 
 def make_worker(rank, world, port, parallel):

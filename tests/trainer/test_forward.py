@@ -30,7 +30,7 @@ def test_logprobs_and_entropies_equal_hugging_face(worker, model_dir, temperatur
         assert found.dtype == np.float32
         assert np.abs(found - expected.detach().numpy()).max() <= 1e-5
     batch = build_batch(trajectories, 0)
-    _, entropy = batch_logprobs(worker.loaded.module, batch, [list(range(len(trajectories)))], worker.config)
+    _, entropy = batch_logprobs(worker.loaded.modules, batch, [list(range(len(trajectories)))], worker.config)
     mask = batch.rollout.action_mask
     assert (entropy - torch.cat(entropies))[mask].abs().max() <= 1e-5
     assert not entropy[~mask].any()  # only what an algorithm can ask for is computed

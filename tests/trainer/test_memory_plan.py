@@ -50,7 +50,7 @@ def test_activations_are_near(worker, model_dir, recompute):
     if recompute:  # the plan has one layer's activations beside what is kept
         assert plan.activations > measured
         (whole,) = plan_memory(read_hf_config(model_dir), config.model_copy(update={"recompute": False}))
-        measured += whole.activations / 2
+        measured += whole.activations / 4
     assert plan.activations == pytest.approx(measured, rel=ACTIVATION_TOLERANCE)
 
 

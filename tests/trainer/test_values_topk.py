@@ -39,10 +39,10 @@ def test_a_value_model_starts_from_a_policy_with_zeros(value_module, worker, tra
     from rl.trainer.forward import batch_values
 
     batch = scored_batch(trajectories)
-    values = batch_values(value_module, batch, [[0, 1], [2, 3, 4, 5]], worker.config)
+    values = batch_values([value_module], batch, [[0, 1], [2, 3, 4, 5]], worker.config)
     assert values.shape == batch.token_ids.shape
     assert not values.any()
-    exported = {name for name, _ in convert.export_weights(value_module.module, worker.loaded.hf)}
+    exported = {name for name, _ in convert.export_weights([value_module.module], worker.loaded.hf)}
     assert "value_head.weight" in exported
     assert "lm_head.weight" not in exported
 
@@ -59,11 +59,12 @@ def test_values_and_their_gradient_equal_hugging_face(value_module, worker, traj
         hidden = trunk(torch.from_numpy(trajectory.token_ids).long()[None]).last_hidden_state[0]
         expected.append(torch.cat([torch.zeros(1), hidden[:-1] @ head[0]]))
     batch, micro_batches = scored_batch(trajectories), [[0, 3], [1, 2, 4, 5], []]
-    values = batch_values(value_module, batch, micro_batches, worker.config)
-    assert (values - torch.cat(expected)).abs().max() <= 1e-5
+    values = batch_values([value_module], batch, micro_batches, worker.config)
+    # Relative to the largest value, which is about 12.
+    assert (values - torch.cat(expected)).abs().max() <= 1e-5 * max(1.0, float(values.abs().max()))
 
     value_module.zero_grad_buffer()
-    run_value_passes(value_module, batch, micro_batches, worker.config, lambda _, v: (v**2).sum(), backward=True)
+    run_value_passes([value_module], batch, micro_batches, worker.config, lambda _, v: (v**2).sum(), backward=True)
     torch.cat(expected).square().sum().backward()
     for found, grad in (
         (value_module.module.value_head.weight.main_grad, head.grad),
@@ -72,7 +73,7 @@ def test_values_and_their_gradient_equal_hugging_face(value_module, worker, traj
             trunk.layers[0].mlp.down_proj.weight.grad,
         ),
     ):
-        assert (found - grad).abs().max() <= 1e-4 * grad.abs().max()
+        assert (found.cpu() - grad).abs().max() <= 1e-4 * grad.abs().max()
 
 
 def test_a_saved_value_model_keeps_its_head(value_module, worker, model_dir, tmp_path):
@@ -81,7 +82,7 @@ def test_a_saved_value_model_keeps_its_head(value_module, worker, model_dir, tmp
 
     with torch.no_grad():
         value_module.module.value_head.weight.normal_()
-    weights = convert.export_weights(value_module.module, worker.loaded.hf)
+    weights = convert.export_weights([value_module.module], worker.loaded.hf)
     convert.save_hf(weights, model_dir, tmp_path / "value", "float32")
     again = build_value_model(worker.loaded.hf, worker.config, train_attention=False)
     convert.load_hf(again, worker.loaded.hf, tmp_path / "value")
@@ -94,7 +95,7 @@ def test_topk_equals_hugging_face(worker, trajectories, model_dir):
     from rl.trainer.forward import batch_topk
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    logprobs, ids = batch_topk(worker.loaded.module, scored_batch(trajectories), [list(range(6))], worker.config, 5)
+    logprobs, ids = batch_topk(worker.loaded.modules, scored_batch(trajectories), [list(range(6))], worker.config, 5)
     start = 0
     for trajectory in trajectories:
         token_ids = torch.from_numpy(trajectory.token_ids).long()
@@ -107,4 +108,4 @@ def test_topk_equals_hugging_face(worker, trajectories, model_dir):
         assert not logprobs[start].any()
         start += len(trajectory)
     with pytest.raises(ValueError, match="top-k of 0"):
-        batch_topk(worker.loaded.module, scored_batch(trajectories), [[0]], worker.config, 0)
+        batch_topk(worker.loaded.modules, scored_batch(trajectories), [[0]], worker.config, 0)

@@ -53,7 +53,7 @@ class Family(ABC):
         Raises:
             UnsupportedModelError: names the settings and their values.
         """
-        layers = ("num_hidden_layers", hf.num_hidden_layers, parallel.pipeline)
+        layers = ("num_hidden_layers", hf.num_hidden_layers, parallel.stages)
         for name, count, by in (layers, *self.divisions(hf, parallel)):
             if count % by:
                 raise UnsupportedModelError(f"{name} {count} is not a multiple of its parallel size {by}")

@@ -58,12 +58,12 @@ class GlmMoeDsa(Family):
 
     def check_layout(self, hf: PretrainedConfig, parallel: ParallelConfig) -> None:
         super().check_layout(hf, parallel)
-        for layer in range(0, hf.num_hidden_layers, hf.num_hidden_layers // parallel.pipeline):
+        for layer in range(0, hf.num_hidden_layers, hf.num_hidden_layers // parallel.stages):
             if selecting_layer(hf, layer) != layer:
                 # Between stages travels the hidden state alone.
                 raise UnsupportedModelError(
                     f"layer {layer} begins a pipeline stage, but shares the indexer of layer "
-                    f"{selecting_layer(hf, layer)}; with {parallel.pipeline} stages the groups are cut"
+                    f"{selecting_layer(hf, layer)}; with {parallel.stages} stages the groups are cut"
                 )
 
     def rotary_dim(self, hf: PretrainedConfig) -> int:
