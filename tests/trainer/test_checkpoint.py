@@ -114,3 +114,31 @@ def test_saving_refuses_what_it_would_destroy_or_cannot_write(saved, worker):
     worker.save_checkpoint(saved.with_name("third"), {})
     assert {path.name for path in saved.parent.iterdir()} == {"checkpoint", "third"}
     assert "half" not in read_manifest(saved.with_name("third"))["files"]
+
+
+def test_a_save_in_the_background_keeps_the_state_of_its_start(worker, model_dir, tmp_path):
+    worker.set_optimizer(OptimizerConfig(lr=1e-2), 10)
+    worker.save_checkpoint(tmp_path / "a", {}, background=True)
+    expected = worker.update(TRAJECTORIES, 0, Ratio())
+    worker.wait_for_checkpoint()
+    worker.load_model(model_dir)
+    worker.load_checkpoint(tmp_path / "a")
+    assert worker.update(TRAJECTORIES, 0, Ratio()).grad_norm == expected.grad_norm
+
+
+@pytest.mark.parametrize("step", ["_hash_file", "fsync_tree", "finish_partial"])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_fails_says_so_and_harms_nothing(saved, worker, monkeypatch, step, background):
+    def fail(*_):
+        raise OSError("no space left")
+
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    monkeypatch.setattr(f"rl.trainer.checkpoint.{step}", fail)
+    with pytest.raises(OSError, match="no space left"):  # noqa: PT012
+        worker.save_checkpoint(saved.with_name("next"), {}, background=background)
+        worker.wait_for_checkpoint()
+    monkeypatch.undo()
+    assert not saved.with_name("next").exists()
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+    worker.save_checkpoint(saved.with_name("next"), {})
+    assert worker.load_checkpoint(saved.with_name("next")) == {}

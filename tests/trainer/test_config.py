@@ -44,3 +44,9 @@ def test_data_parallel_is_what_is_left():
 def test_the_driver_does_not_import_megatron():
     code = "import sys, rl.trainer.group, rl.batch; sys.exit('megatron' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_interleaved_pipeline_needs_a_pipeline():
+    assert ParallelConfig(pipeline=2, virtual_pipeline=3).stages == 6
+    with pytest.raises(ValidationError, match="virtual_pipeline needs pipeline > 1"):
+        ParallelConfig(virtual_pipeline=2)
