@@ -24,6 +24,10 @@ async def healthy(request: web.Request) -> web.Response:
     return web.Response()
 
 
+async def model_info(request: web.Request) -> web.Response:
+    return web.json_response({"weight_version": "0"})
+
+
 def main() -> None:
     port, behaviour = int(sys.argv[1]), sys.argv[2]
     if behaviour == "dies":
@@ -31,7 +35,9 @@ def main() -> None:
     app = web.Application()
     app["port"] = port
     if behaviour != "never generates":
-        app.add_routes([web.post("/generate", generate), web.get("/health_generate", healthy)])
+        app.add_routes(
+            [web.post("/generate", generate), web.get("/health_generate", healthy), web.get("/model_info", model_info)]
+        )
     web.run_app(app, host="127.0.0.1", port=port, print=None)
 
 

@@ -121,7 +121,11 @@ def test_a_hung_server_is_left_and_taken_back(make_fleet, monkeypatch):
                 await asyncio.wait_for(in_flight, 5)
             assert list(fleet.lost) == [hung.name]
             assert int((await fleet.generate([1], ONE_TOKEN, "r3", session="s")).token_ids[0]) != first
+            fleet.weight_version = 1  # published without it
             os.kill(hung.pid, signal.SIGCONT)
+            await asyncio.sleep(1.0)
+            assert list(fleet.lost) == [hung.name]  # it answers, but with old weights
+            fleet.weight_version = 0
 
             async def back() -> bool:
                 return not fleet.lost
