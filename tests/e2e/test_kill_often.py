@@ -29,20 +29,23 @@ def mean_reward(summary):
 
 
 def test_five_kills_cost_no_prompt_and_no_skill(launch):
-    undisturbed = launch("undisturbed", *SETTINGS)
+    # With the demo's SFT, so that twelve steps have something to learn from.
+    sft = ("model.checkpoint=null", "sft.steps=600", "sft.conversations_per_step=64")
+    undisturbed = launch("undisturbed", *SETTINGS, *sft)
     assert undisturbed.wait(900) == 0, undisturbed.text()[-3000:]
 
+    start = (f"model.checkpoint={undisturbed.folder / 'sft_model'}", "resume=auto")
     chance = random.Random(5)
     moments = sorted(chance.sample(range(1, STEPS), 5))
     for step in moments:
-        run = launch("killed", *SETTINGS, "resume=auto")
+        run = launch("killed", *SETTINGS, *start)
         run.wait_for_step(step)
         time.sleep(chance.uniform(0, 2))
         run.look()
         os.kill(run.process.pid, signal.SIGKILL)
         run.process.wait()
         assert run.survivors() == []
-    run = launch("killed", *SETTINGS, "resume=auto")
+    run = launch("killed", *SETTINGS, *start)
     assert run.wait(900) == 0, run.text()[-3000:]
 
     assert [row["step"] for row in run.rows() if row["phase"] == "rl"] == list(range(1, STEPS + 1))
