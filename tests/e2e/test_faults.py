@@ -11,6 +11,8 @@ import pytest
 from rl.cli import EXIT_FAILED, EXIT_INTERRUPTED
 from rl.ledger import read_fates
 
+pytestmark = pytest.mark.timeout(600)  # several whole runs, on machines of two cores
+
 LONG = ("steps=500", "evaluation.prompts=0", "rollout.save_trajectories=false", "checkpoint.every=2")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 
+import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -13,6 +14,8 @@ from rl.ledger import read_fates
 from rl.trainer.manifest import read_manifest
 from rollout.trajectory_file import load_trajectories
 from tests.e2e.wandb_file import records
+
+pytestmark = pytest.mark.timeout(600)  # several whole runs, on machines of two cores
 
 PHASES = ("generate", "wait", "train", "publish", "checkpoint", "evaluate", "other")
 

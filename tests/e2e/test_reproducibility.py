@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytestmark = pytest.mark.timeout(600)  # several whole runs, on machines of two cores
+
 TIMES = ("seconds", "tokens_per_second", "time")
 
 
