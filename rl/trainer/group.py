@@ -22,7 +22,6 @@ from algorithms.types import Algorithm
 from rl.batch import RolloutKey
 from rl.trainer.actor import RankActor
 from rl.trainer.config import OptimizerConfig, TrainerConfig
-from rl.trainer.manifest import read_manifest
 from rl.trainer.result import UpdateResult
 from rl.weights.serialize import Bucket
 from rollout.trajectory import Trajectory
@@ -148,15 +147,6 @@ class TrainerGroup:
 
     async def load_checkpoint(self, directory: Path) -> Mapping[str, Any]:
         return await self._call("load_checkpoint", directory)
-
-    @staticmethod
-    def read_checkpoint_state(directory: Path) -> dict[str, Any]:
-        """The extra state that a checkpoint was saved with, without loading it.
-
-        Raises:
-            CheckpointError: the directory holds no complete checkpoint.
-        """
-        return read_manifest(directory)["extra"]
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         if self._broken is not None:

@@ -62,6 +62,15 @@ async def orchestrator(
         yield Orchestrator(scheduler, runner, {"calculator": PROMPTS}, 1.0, 0, failures, max_dropped)
 
 
+async def first_batch(o):
+    """The first batch of an orchestrator that is started and stopped for it."""
+    o.start()
+    try:
+        return await asyncio.wait_for(o.next_batch(), 30)
+    finally:
+        await o.stop()
+
+
 def test_batches_of_right_episodes_with_every_version_and_no_session_left():
     engines = ScriptedEngines(solver)
 
@@ -123,11 +132,7 @@ def test_episodes_that_only_fail_stop_the_run_by_name():
 
     async def play():
         async with orchestrator(engines) as o:
-            o.start()
-            try:
-                await asyncio.wait_for(o.next_batch(), 30)
-            finally:
-                await o.stop()
+            await first_batch(o)
 
     with pytest.raises(
         RolloutsFailed, match=r"task calculator: 8 episodes in a row failed; the last one: .*engine died"
@@ -140,10 +145,7 @@ def test_a_dead_server_beside_a_live_one_costs_no_episode():
 
     async def play():
         async with orchestrator(ScriptedEngines(solver), urls=[dead], failures=2) as o:
-            o.start()
-            batch = await asyncio.wait_for(o.next_batch(), 30)
-            await o.stop()
-            return batch
+            return await first_batch(o)
 
     assert len(asyncio.run(play()).trajectories) == 4
 
@@ -152,11 +154,7 @@ def test_groups_that_are_dropped_without_end_stop_the_run_with_the_reason():
     async def play():
         drop = Verdict(drop="zero_variance")
         async with orchestrator(ScriptedEngines(solver), judge=lambda rewards, valid: drop, max_dropped=10) as o:
-            o.start()
-            try:
-                await asyncio.wait_for(o.next_batch(), 30)
-            finally:
-                await o.stop()
+            await first_batch(o)
 
     with pytest.raises(
         RolloutsFailed, match=r"\d+ groups were dropped without filling one batch \(zero_variance \d+\)"
@@ -167,11 +165,7 @@ def test_groups_that_are_dropped_without_end_stop_the_run_with_the_reason():
 def test_a_prompt_that_does_not_fit_the_context_is_a_failure_that_says_so():
     async def play():
         async with orchestrator(ScriptedEngines(solver), context=5) as o:
-            o.start()
-            try:
-                await asyncio.wait_for(o.next_batch(), 30)
-            finally:
-                await o.stop()
+            await first_batch(o)
 
     with pytest.raises(RolloutsFailed, match="the prompt does not fit into the context"):
         asyncio.run(play())

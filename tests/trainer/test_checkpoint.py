@@ -7,7 +7,6 @@ import torch
 
 from rl.trainer.checkpoint import CheckpointError
 from rl.trainer.config import OptimizerConfig
-from rl.trainer.group import TrainerGroup
 from rl.trainer.manifest import read_manifest
 from tests.trainer.common import Ratio, make_trajectories
 
@@ -52,7 +51,7 @@ def test_before_the_first_update(worker, tmp_path):
 
 def test_extra_state_comes_back_and_nothing_is_left_behind(saved, worker):
     assert worker.load_checkpoint(saved) == {"scheduler": {"next": 5}}
-    assert TrainerGroup.read_checkpoint_state(saved) == {"scheduler": {"next": 5}}
+    assert read_manifest(saved)["extra"] == {"scheduler": {"next": 5}}
     assert read_manifest(saved)["step"] == 2
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
     assert multiprocessing.active_children() == []
