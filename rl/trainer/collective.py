@@ -12,6 +12,8 @@ T = TypeVar("T")
 
 def gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's object, by rank, on every rank."""
+    if dist.get_world_size(group) == 1:
+        return [mine]
     gathered: list[T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, mine, group=group)
     return gathered  # type: ignore[return-value]

@@ -92,6 +92,9 @@ class TrainerConfig(BaseModel):
     layers_per_graph: int = Field(1, ge=1)
     """Consecutive dense layers that are compiled as one graph on CUDA. More make a small model faster (its layers take
     less time than starting them), and its first update slower."""
+    cuda_graphs: bool = False
+    """Replay the dense layers, forward and backward, as CUDA graphs, one for each of a few sizes of micro-batch, where
+    they run as whole layers (bfloat16 on CUDA). Each size takes a second or two when it first comes."""
     seed: int = Field(0, ge=0, lt=2**31)
     digest_gradients: bool = False
     """Log a hash of each update's gradient, to compare runs bit by bit; it reads every gradient once."""
@@ -114,6 +117,13 @@ class TrainerConfig(BaseModel):
             raise ValueError(
                 f"world_size {self.world_size} is not a multiple of expert · expert_tensor · pipeline = {expert_ranks}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _graphs_hold_one_pass(self) -> Self:
+        parallel = self.parallel
+        if self.cuda_graphs and (self.recompute or max(parallel.tensor, parallel.pipeline, parallel.context) > 1):
+            raise ValueError("cuda_graphs needs recompute = false and tensor = pipeline = context = 1")
         return self
 
     @property

@@ -8,13 +8,14 @@ not a matrix product, and Python runs a few lines a layer instead of a few hundr
 their hooks stay Megatron's. Under tensor parallelism Megatron's own forward runs.
 
 With FlashAttention and without context parallelism the attention is one more operation, so that whole layers, and
-several in a row, become one graph (``group_layers``): a small model's layers take less time on a fast GPU than starting
-them does.
+several in a row, are compiled together, and all of a stage may be replayed as one CUDA graph (``group_layers``): a
+small model's layers take less time on a fast GPU than starting them does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from rl.trainer import platform
 from rl.trainer.compiled import compiled, vary_rows
 from rl.trainer.flash import flash_attention
+from rl.trainer.layer_graph import LayerGraphs
 from rl.trainer.packing import Packing
 
 platform.install()
@@ -125,8 +127,8 @@ class DenseLayer(TransformerLayer):
         super().__init__(*args, **kwargs)
         if type(self.self_attention) is not SelfAttention or type(self.mlp) is not MLP:
             raise TypeError(f"DenseLayer with {type(self.self_attention).__name__} and {type(self.mlp).__name__}")
-        self._followers: tuple[DenseLayer, ...] = ()
-        self._led = False
+        self._groups: tuple[tuple[DenseLayer, ...], ...] = ((self,),)
+        self._graphs: LayerGraphs | None = None
 
     def forward(
         self,
@@ -145,18 +147,17 @@ class DenseLayer(TransformerLayer):
                 packed_seq_params=packed_seq_params,
                 **kwargs,
             )
-        spans, shape = packed_seq_params.spans, (config.num_query_groups, config.layernorm_epsilon)
-        if spans is not None and spans.keys is None and self._led:
-            return hidden_states, None
-        cos, sin = cos_sin(packed_seq_params, rotary_pos_emb, hidden_states.dtype)
-        vary_rows(hidden_states, cos, sin)
+        spans, whole = packed_seq_params.spans, False
         if spans is not None and spans.keys is None:
-            vary_rows(spans.query_edges)
-            layers = [layer.weights() for layer in (self, *self._followers)]
-            scale = attention.core_attention.scale
-            return _fused_layers(
-                hidden_states, layers, cos, sin, *shape, spans.query_edges, spans.longest_query, scale
-            ), None
+            whole = True
+            if not self._groups:  # a layer before it has computed it
+                return hidden_states, None
+        cos, sin = cos_sin(packed_seq_params, rotary_pos_emb, hidden_states.dtype)
+        if whole and spans is not None:
+            run = self._graphs or self._run
+            return run(hidden_states, cos, sin, spans.query_edges, spans.longest_query), None
+        vary_rows(hidden_states, cos, sin)
+        shape = (config.num_query_groups, config.layernorm_epsilon)
         weights = self.weights()
         query, key, value = _fused_before_attention(hidden_states, weights, cos, sin, *shape)
         attended = attention.core_attention(
@@ -164,6 +165,22 @@ class DenseLayer(TransformerLayer):
         )
         vary_rows(attended)
         return _fused_after_attention(hidden_states, attended, weights, config.layernorm_epsilon), None
+
+    def _run(
+        self,
+        x: Float[Tensor, "tokens 1 hidden"],
+        cos: Float[Tensor, "tokens dim"],
+        sin: Float[Tensor, "tokens dim"],
+        edges: Int32[Tensor, " samples+1"],
+        longest: int,
+    ) -> Float[Tensor, "tokens 1 hidden"]:
+        """This layer, and those that it leads."""
+        scale, shape = self.self_attention.core_attention.scale, (self.config.num_query_groups,)
+        for group in self._groups:
+            vary_rows(x, cos, sin, edges)
+            layers = [layer.weights() for layer in group]
+            x = _fused_layers(x, layers, cos, sin, *shape, self.config.layernorm_epsilon, edges, longest, scale)
+        return x
 
     def weights(self) -> Weights:
         attention, mlp, normed = self.self_attention, self.mlp, self.config.qk_layernorm
@@ -178,20 +195,36 @@ class DenseLayer(TransformerLayer):
             mlp.linear_fc2.weight,
         )
 
-    def lead(self, followers: Sequence[DenseLayer]) -> None:
-        """Compute these layers, which come next, together with this one, wherever whole layers run as one graph."""
-        self._followers = tuple(followers)
-        for layer in followers:
-            layer._led = True
+    def lead(self, groups: Sequence[Sequence[DenseLayer]], graphs: bool) -> None:
+        """Compute these layers, of which this is the first, wherever whole layers can be computed together.
+
+        Args:
+            groups: those of a group are compiled together.
+            graphs: replay all of them as one CUDA graph.
+        """
+        layers = [layer for group in groups for layer in group]
+        for layer in layers:
+            layer._groups = ()
+        self._groups = tuple(tuple(group) for group in groups)
+        if graphs:
+            parameters = [parameter for layer in layers for parameter in layer.parameters()]
+            self._graphs = LayerGraphs(self._run, parameters)
+
+    def release_graphs(self) -> None:
+        """Before the weights move to other addresses."""
+        if self._graphs is not None:
+            self._graphs.release()
 
 
-def group_layers(layers: Iterable[Any], count: int) -> None:
-    """Let ``count`` consecutive dense layers at a time run as one graph; other layers stay alone."""
-    group: list[DenseLayer] = []
-    for layer in (*layers, None):
-        if not isinstance(layer, DenseLayer) or len(group) == count:
-            if group:
-                group[0].lead(group[1:])
-            group = []
-        if isinstance(layer, DenseLayer):
-            group.append(layer)
+def group_layers(layers: Iterable[Any], count: int, graphs: bool = False) -> None:
+    """Let ``count`` consecutive dense layers at a time be compiled as one; other layers stay alone.
+
+    Args:
+        graphs: replay each run of consecutive dense layers as one CUDA graph.
+    """
+    for dense, run in groupby(layers, lambda layer: isinstance(layer, DenseLayer)):
+        if dense:
+            members = list(run)
+            groups = [members[begin : begin + count] for begin in range(0, len(members), count)]
+            for together in [groups] if graphs else [[group] for group in groups]:
+                together[0][0].lead(together, graphs)

@@ -40,7 +40,7 @@ def make_spans(
     """
     if context == 1:
         edges = _edges(rows, device)
-        longest = _bound(rows)
+        longest = length_bound(int(rows.max()))
         return Spans(edges, edges, longest, longest, None)
     piece = rows // (2 * context)
     queries = torch.stack([piece, piece], 1).flatten()
@@ -53,8 +53,8 @@ def make_spans(
     return Spans(
         _edges(queries, device),
         _edges(lengths, device),
-        _bound(queries),
-        _bound(lengths),
+        length_bound(int(queries.max())),
+        length_bound(int(lengths.max())),
         keys.to(device, non_blocking=True),
     )
 
@@ -64,8 +64,9 @@ def _edges(lengths: Int[Tensor, " spans"], device: torch.device) -> Int32[Tensor
     return edges.int().to(device, non_blocking=True)
 
 
-def _bound(lengths: Int[Tensor, " spans"]) -> int:
-    return max(SHORTEST_BOUND, 1 << (int(lengths.max()) - 1).bit_length())
+def length_bound(length: int) -> int:
+    """What a graph of samples up to this length is made for."""
+    return max(SHORTEST_BOUND, 1 << max(0, length - 1).bit_length())
 
 
 def flash_attention(

@@ -62,7 +62,8 @@ def token_logprobs(
     weight = model.output_weight()
     group = parallel_state.get_tensor_model_parallel_group()
     first = group.rank() * (model.vocab_size // group.size())
-    both = TokenLogprobs.apply(hidden, weight, layout.targets, 1.0 / layout.temperature, first, chunk, group)
+    gradient = model.output_gradient() if torch.is_grad_enabled() else None
+    both = TokenLogprobs.apply(hidden, weight, layout.targets, 1.0 / layout.temperature, first, chunk, group, gradient)
     logprobs, entropy = (to_tokens(x, layout) for x in both)
     return logprobs, entropy
 

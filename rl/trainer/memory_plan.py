@@ -5,7 +5,7 @@
     optimizer     this rank's share of fp32 moments, and of main weights       exact for one data-parallel rank, else at
                   where the model is not fp32                                  most a few padding elements too many
     activations   of the micro-batches in flight, at max_tokens_per_micro_batch   within ACTIVATION_TOLERANCE
-    head          one chunk's logits and slopes, the output weights' gradient  exact
+    head          one chunk's logits and slopes                                exact
 
 Activations are counted as what a layer keeps for its backward pass. Not counted: the framework's own memory, and what
 lives within one operation.
@@ -172,7 +172,7 @@ def _head(hf: PretrainedConfig, config: TrainerConfig, size: int) -> int:
     rows = -(-hf.vocab_size // config.parallel.tensor)
     chunk = min(config.logits_chunk_tokens, config.max_tokens_per_micro_batch)
     slopes = min(kept_chunks(DTYPES[config.dtype]), -(-config.max_tokens_per_micro_batch // chunk)) * size
-    return rows * (chunk * max(4 + size, slopes) + hf.hidden_size * 4)
+    return rows * chunk * max(4 + size, slopes)
 
 
 def describe(plan: Iterable[StageMemory]) -> str:

@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from rl.trainer.dense_layer import group_layers
+from rl.trainer.dense_layer import DenseLayer, group_layers
 from rl.trainer.families.base import UnsupportedModelError
 from rl.trainer.families.registry import family_of
 from rl.trainer.layers import PackedRotaryEmbedding
@@ -164,7 +164,13 @@ class Trunk(GPTModel):
         self.stage = parallel_state.get_pipeline_model_parallel_rank() + chunk * config.parallel.pipeline
         """Of ``ParallelConfig.stages``."""
         self.rotary_pos_emb = PackedRotaryEmbedding(inverse_frequencies(hf))
-        group_layers(self.decoder.layers, config.layers_per_graph)
+        group_layers(self.decoder.layers, config.layers_per_graph, config.cuda_graphs)
+
+    def release_graphs(self) -> None:
+        """Forget CUDA graphs, before the weights or their gradients move to other addresses."""
+        for layer in self.decoder.layers:
+            if isinstance(layer, DenseLayer):
+                layer.release_graphs()
 
     def _postprocess(self, hidden_states: Tensor, **kwargs: object) -> Tensor:
         return hidden_states
@@ -182,9 +188,17 @@ class PolicyModel(Trunk):
 
     def output_weight(self) -> Float[Tensor, "vocab_part hidden"]:
         """This rank's rows of the output projection, without those that pad the vocabulary."""
+        return self._output_parameter()[: self.vocab_rows]
+
+    def output_gradient(self) -> Float32[Tensor, "vocab_part hidden"] | None:
+        """The same rows of the gradient buffer; None where there is none. What adds to it itself saves a tensor as
+        large, which for many vocabularies is the largest of a step."""
+        parameter = self._output_parameter()
+        return parameter.main_grad[: self.vocab_rows] if hasattr(parameter, "main_grad") else None
+
+    def _output_parameter(self) -> Tensor:
         shared = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
-        return weight[: self.vocab_rows]
+        return self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
 
 
 def build_chunks(hf: PretrainedConfig, config: TrainerConfig) -> list[PolicyModel]:

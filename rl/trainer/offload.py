@@ -43,6 +43,8 @@ class Offload:
         """Empty the device of these; returns the bytes that it gained. Without effect when they are away already."""
         if self.away:
             return 0
+        for module in modules:
+            module.module.release_graphs()
         kept, zeroed = _storages(modules, optimizer)
         copies = self._memory.copies(kept)
         self._kept = list(zip(kept, copies, strict=True))

@@ -1,9 +1,12 @@
 """Megatron's distributed Adam: each data-parallel rank keeps the fp32 main weights and moments of its share alone.
 
-    gradients, reduce-scattered ─► norm ─► clip ─► Adam on this rank's shards ─► model weights ─► all-gather
+    gradients, reduce-scattered ─► norm ─► Adam, which clips, on this rank's shards ─► model weights ─► all-gather
 
 A shard is a range of one flattened parameter, so that a rank's share is even whatever the shapes. It is used for one
 data-parallel rank too (the shard is then the whole parameter): state and checkpoints look the same everywhere.
+
+Megatron says which shards there are; the step itself is a few operations on lists of tensors that are made once. The
+norm stays on the device, where Adam divides by it or, if it is not finite, does nothing: the host reads it last.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +36,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from rl.trainer.model import DTYPES
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+NORM_EPS = 1e-6
+"""Added to the norm that clipping divides by, as PyTorch and Megatron do."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,17 @@ class Shard:
     """What Adam steps; the same memory as ``model`` where the model is fp32."""
     state: dict[str, Tensor]
     """Adam's: ``step``, ``exp_avg``, ``exp_avg_sq``."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Shards with the same options, as Adam's kernel takes them."""
+
+    main: list[Tensor]
+    gradients: list[Tensor]
+    """Views of the model's gradient buffers, which stay where they are."""
+    moments: tuple[list[Tensor], list[Tensor]]
+    weight_decay: float
 
 
 class Optimizer:
@@ -76,19 +93,27 @@ class Optimizer:
         self.parts: list[DistributedOptimizer] = [
             part for part in self.inner.chained_optimizers if not part.is_stub_optimizer
         ]
+        self._options = options
+        self._step = torch.zeros((), device=platform.device())
+        """Adam's count, the same for all."""
         for part in self.parts:
-            for group in part.optimizer.param_groups:
-                group["fused"], group["foreach"] = True, False
-            _complete_state(part.optimizer)
+            _complete_state(part.optimizer, self._step)
         self.shards = [shard for part in self.parts for shard in _shards(part)]
+        self.inner.prepare_grads()  # gives each main weight its range of the gradient buffer
+        self._groups = [_group(part, group) for part in self.parts for group in part.optimizer.param_groups]
+        self._normed = [
+            (part.get_grad_stats_parallel_group(), [] if part.is_stub_optimizer else _counted_gradients(part))
+            for part in self.inner.chained_optimizers
+        ]
         copies = [shard for shard in self.shards if shard.model.data_ptr() != shard.main.data_ptr()]
         self._model, self._main = [s.model for s in copies], [s.main for s in copies]
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the model and of the shards."""
+        """Forget the gradients of the model."""
         for module in self.modules:
             module.zero_grad_buffer()
-        self.inner.zero_grad()
+            for parameter in module.parameters():
+                parameter.grad = None  # what a pass left that did not come to its end
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
@@ -97,19 +122,33 @@ class Optimizer:
         Raises:
             NonFiniteUpdateError: the norm is NaN or infinite. No weight and no moment has changed.
         """
-        self.inner.prepare_grads()
         norm = self._norm()
-        if not math.isfinite(norm):
-            raise NonFiniteUpdateError(f"gradient norm {norm}")
-        if 0 < self.clip_grad < norm and self.shards:
-            gradients = [gradient for shard in self.shards if (gradient := shard.main.grad) is not None]
-            torch._foreach_mul_(gradients, self.clip_grad / (norm + 1e-6))
-        for part in self.parts:
-            for group in part.param_groups:
-                group["lr"] = lr
-            part.optimizer.step()
+        skipped = norm.isfinite().logical_not_().float()
+        divisor = ((norm + NORM_EPS) / self.clip_grad).clamp_(min=1.0) if self.clip_grad else None
+        self._step += 1.0 - skipped
+        for group in self._groups:
+            if group.main:
+                torch._fused_adamw_(
+                    group.main,
+                    group.gradients,
+                    *group.moments,
+                    [],
+                    [self._step] * len(group.main),
+                    lr=lr,
+                    beta1=self._options.betas[0],
+                    beta2=self._options.betas[1],
+                    weight_decay=group.weight_decay,
+                    eps=self._options.eps,
+                    amsgrad=False,
+                    maximize=False,
+                    grad_scale=divisor,
+                    found_inf=skipped,
+                )
         self.publish()
-        return norm
+        found = float(norm)
+        if not math.isfinite(found):
+            raise NonFiniteUpdateError(f"gradient norm {found}")
+        return found
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -120,26 +159,25 @@ class Optimizer:
             for module in self.modules:
                 module.start_param_sync()
 
-    def _norm(self) -> float:
-        """Of the whole gradient. The one place of a step where the host waits for the device."""
-        device = platform.device()
-        total = torch.zeros((), device=device)
-        for part in self.inner.chained_optimizers:
-            gradients = [] if part.is_stub_optimizer else part.get_main_grads_for_grad_norm()
-            norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1, device=device)
-            square = norms.square().sum()
-            dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
+    def _norm(self) -> Float32[Tensor, ""]:
+        """Of the whole gradient."""
+        total = torch.zeros((), device=platform.device())
+        for group, gradients in self._normed:
+            square = torch.zeros_like(total)
+            if gradients:
+                square = torch.stack(torch._foreach_norm(gradients)).square().sum()
+            if group.size() > 1:
+                dist.all_reduce(square, group=group)
             total += square
-        return math.sqrt(float(total))
+        return total.sqrt()
 
     @property
     def adam_steps(self) -> int:
         """Steps since the moments were made or reset."""
-        return int(self.shards[0].state["step"]) if self.shards else 0
+        return int(self._step)
 
     def set_adam_steps(self, steps: int) -> None:
-        for shard in self.shards:
-            shard.state["step"].fill_(steps)
+        self._step.fill_(steps)
 
     def reset_moments(self) -> None:
         """Forget both moments and their step count (bias correction starts again)."""
@@ -149,15 +187,27 @@ class Optimizer:
         self.set_adam_steps(0)
 
 
-def _complete_state(adam: torch.optim.Optimizer) -> None:
+def _complete_state(adam: torch.optim.Optimizer, step: Tensor) -> None:
     """Give every parameter the moments that Adam would create at its first step, so that a checkpoint has the same
-    tensors before and after it."""
+    tensors before and after it, and all the same count of steps."""
     for group in adam.param_groups:
         for parameter in group["params"]:
             state = adam.state[parameter]
-            state["step"] = torch.zeros((), device=parameter.device)
+            state["step"] = step
             for name in MOMENTS:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def _group(part: DistributedOptimizer, group: dict[str, Any]) -> _Group:
+    main = group["params"]
+    states = [part.optimizer.state[parameter] for parameter in main]
+    first, second = ([state[name] for state in states] for name in MOMENTS)
+    return _Group(main, [parameter.grad for parameter in main], (first, second), group["weight_decay"])
+
+
+def _counted_gradients(part: DistributedOptimizer) -> list[Tensor]:
+    """Those that this rank adds to the norm: of what several ranks hold, one counts."""
+    return list(part.get_main_grads_for_grad_norm())
 
 
 def _shards(part: DistributedOptimizer) -> Iterator[Shard]:

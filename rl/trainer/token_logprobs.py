@@ -44,8 +44,14 @@ class TokenLogprobs(torch.autograd.Function):
         first: int,
         chunk: int,
         group: dist.ProcessGroup | None,
+        gradient: Float32[Tensor, "vocab_part hidden"] | None = None,
     ) -> tuple[Float32[Tensor, " tokens"], Float32[Tensor, " tokens"]]:
-        """``first`` is the token of this rank's first row of ``weight``; ``chunk`` counts tokens."""
+        """
+        Args:
+            first: the token of this rank's first row of ``weight``.
+            chunk: counts tokens.
+            gradient: the backward pass adds the gradient of ``weight`` to it, in place of returning it.
+        """
         local = targets - first
         owned = (local >= 0) & (local < len(weight))
         local = local.clamp(0, len(weight) - 1)
@@ -74,7 +80,7 @@ class TokenLogprobs(torch.autograd.Function):
                 )
             del logits  # or the next chunk's would stand beside them
         ctx.save_for_backward(hidden, weight, local, owned, inverse_temperature, normalizer, logprobs)
-        ctx.parts = parts
+        ctx.parts, ctx.gradient = parts, gradient
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -84,7 +90,7 @@ class TokenLogprobs(torch.autograd.Function):
         scale = -(grad_logprobs * inverse_temperature)[:, None]
         scaled_hidden = (hidden * scale).to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight: Tensor | None = None
+        grad_weight: Tensor | None = ctx.gradient
         for index, part in reversed(list(enumerate(ctx.parts))):
             slopes = ctx.slopes.pop(index, None)
             if slopes is None:
@@ -104,9 +110,11 @@ class TokenLogprobs(torch.autograd.Function):
             else:
                 _add_product(grad_weight, slopes.T, scaled_hidden[part])
             del slopes
+        if ctx.gradient is not None:
+            return grad_hidden, *[None] * 7
         if grad_weight is None:
             grad_weight = torch.zeros_like(weight)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 6
 
 
 def kept_chunks(dtype: torch.dtype) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
+from jaxtyping import Float64
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -254,6 +255,7 @@ class TrainerWorker:
         loaded = self.loaded
         loaded.optimizer.zero_grad()
         parts: list[Mapping[str, Metric]] = []
+        numbers: list[Tensor] = []
 
         def loss(taken: SampleTokens, logprobs: Tensor, entropy: Tensor) -> Tensor:
             inputs = loss_inputs(batch.rollout, targets, taken, logprobs, entropy)
@@ -261,10 +263,12 @@ class TrainerWorker:
             current = batch.rollout.weight_versions[taken.index] == batch.rollout.current_version
             own = inputs.action_mask & current.to(logprobs.device, non_blocking=True)
             parts.append(output.metrics)
-            parts.append(_pass_metrics(output.loss, inputs, own))
+            numbers.append(_pass_numbers(output.loss, inputs, own))
             return output.loss
 
         run_passes(loaded.modules, batch, micro_batches, self.config, loss, backward=True)
+        if numbers:
+            parts += [_pass_metrics(*row) for row in torch.stack(numbers).tolist()]
         # The ranks of one tensor- and context-parallel group computed the same numbers; only the last stage has any.
         speaks = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
         return merge_metrics(gather_objects(merge_metrics(parts) if speaks else {}))
@@ -369,8 +373,9 @@ def _finalize_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: A
     finalize_model_grads(model, None, **kwargs)
 
 
-def _pass_metrics(loss: Tensor, inputs: LossInputs, own: Tensor) -> dict[str, Metric]:
-    """Of one micro-batch. The numbers leave the device together: each read would wait for it.
+def _pass_numbers(loss: Tensor, inputs: LossInputs, own: Tensor) -> Float64[Tensor, " 6"]:
+    """Of one micro-batch, the arguments of ``_pass_metrics``. They stay on the device until the passes are over:
+    reading them would hold up the backward pass.
 
     Args:
         own: tokens that the current weights sampled.
@@ -379,9 +384,14 @@ def _pass_metrics(loss: Tensor, inputs: LossInputs, own: Tensor) -> dict[str, Me
     trained = inputs.weights != 0
     entropy = torch.zeros_like(gap) if inputs.entropy is None else inputs.entropy.where(trained, 0.0)
     numbers = [loss.detach(), gap.max(), gap.sum(), own.sum(), entropy.sum(), trained.sum()]
-    total, gap_max, gap_sum, sampled, entropy_sum, tokens = torch.stack([x.double() for x in numbers]).tolist()
+    return torch.stack([x.double() for x in numbers])
+
+
+def _pass_metrics(
+    loss: float, gap_max: float, gap_sum: float, sampled: float, entropy_sum: float, tokens: float
+) -> dict[str, Metric]:
     return {
-        LOSS: Sum(total),
+        LOSS: Sum(loss),
         GAP_MAX: Max(gap_max if sampled else None),
         GAP_MEAN: Mean(gap_sum, sampled),
         "entropy": Mean(entropy_sum, tokens),

@@ -1,0 +1,193 @@
+"""CUDA graphs of a run of layers, forward and backward: two launches in place of a thousand.
+
+A graph replays fixed operations on fixed addresses. Its inputs are copied to where it reads them; a micro-batch is
+padded to one of a few sizes, each recorded when it first comes. The backward graph adds the parameters' gradients to
+Megatron's fp32 buffers itself, so that no hook runs for each of them.
+
+The graphs of a run share their memory: between a forward and its backward pass no other forward pass may go through the
+run. A backward pass that comes too late is refused.
+
+    tokens   x_0 … x_{n−1} │ zeros: one more sample, whose gradient is zero, so that it adds nothing to any weight's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int32
+from torch import Tensor
+
+from rl.trainer.flash import length_bound
+
+Run = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+"""``(x, cos, sin, edges of the samples, bound of their lengths) → x`` after the layers."""
+Replay = Callable[[], None]
+Record = Callable[[Replay], Replay]
+"""Makes of an action that is done once now something that does it again and again."""
+
+LEAST_STEP, LEAST_SPANS = 256, 8
+WARM_UPS = 2
+"""Passes before a recording: compilers and libraries set themselves up in the first ones."""
+
+
+class StaleGraphError(RuntimeError):
+    """Another forward pass has overwritten what a backward pass needs."""
+
+
+def padded_size(tokens: int) -> int:
+    """Tokens of the graph that takes so many: an eighth more at most, above the smallest sizes."""
+    step = max(LEAST_STEP, 1 << max(0, tokens.bit_length() - 4))
+    return -(-tokens // step) * step
+
+
+class LayerGraphs:
+    """The recordings of one run of layers."""
+
+    def __init__(self, run: Run, parameters: Sequence[Tensor], record: Record | None = None) -> None:
+        """
+        Args:
+            record: captures CUDA graphs if it is not given.
+        """
+        self._run, self._parameters, self._record = run, list(parameters), record
+        self._recorded: dict[tuple[int, int, int, bool], _Recorded] = {}
+        self._pool: Any = None
+        self.passes = 0
+        """Forward passes so far."""
+
+    def __call__(
+        self,
+        x: Float[Tensor, "tokens 1 hidden"],
+        cos: Float[Tensor, "tokens dim"],
+        sin: Float[Tensor, "tokens dim"],
+        edges: Int32[Tensor, " samples+1"],
+        longest: int,
+    ) -> Float[Tensor, "tokens 1 hidden"]:
+        """``run``, on the device of ``x``."""
+        backward = torch.is_grad_enabled()
+        if backward and not x.requires_grad:
+            x = x.detach().requires_grad_()  # or autograd would not come back here for the parameters' gradients
+        size = padded_size(len(x))
+        spans = 1 << max(LEAST_SPANS - 1, len(edges)).bit_length()
+        longest = max(longest, length_bound(size - len(x)))
+        key = (size, spans, longest, backward)
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            recorded = self._recorded[key] = _Recorded(x, cos, sin, spans, longest)
+            recorded.load(x, cos, sin, edges)
+            recorded.record(self._run, self._trained() if backward else None, self._record or self._capture)
+        self.passes += 1
+        if not backward:
+            return recorded.forward(x, cos, sin, edges)
+        return _Replay.apply(x, cos, sin, edges, recorded, self)
+
+    def release(self) -> None:
+        """Forget all recordings, whose addresses are about to change, and their memory."""
+        self._recorded.clear()
+        self._pool = None
+
+    def _trained(self) -> list[Tensor]:
+        return [parameter for parameter in self._parameters if parameter.requires_grad]
+
+    def _capture(self, action: Replay) -> Replay:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (NCCL's) may go on with what a capture of all threads would forbid.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            action()
+        return graph.replay
+
+
+class _Recorded:
+    """One size: where it reads and writes, and its two replays."""
+
+    def __init__(self, x: Tensor, cos: Tensor, sin: Tensor, spans: int, longest: int) -> None:
+        size = padded_size(len(x))
+        self.x, self.cos, self.sin = (t.new_zeros(size, *t.shape[1:]) for t in (x.detach(), cos, sin))
+        self.edges = torch.zeros(spans, dtype=torch.int32, device=x.device)
+        self.output, self.grad_output, self.grad_x = (torch.zeros_like(self.x) for _ in range(3))
+        self.longest, self._tokens = longest, 0
+        self._result: Tensor | None = None
+        self._replay_forward: Replay
+        self._replay_backward: Replay
+
+    def load(self, x: Tensor, cos: Tensor, sin: Tensor, edges: Tensor) -> None:
+        tokens = len(x)
+        for held, given in ((self.x, x), (self.cos, cos), (self.sin, sin)):
+            held.detach()[:tokens].copy_(given)
+        if tokens < len(self.x):  # what a longer micro-batch left
+            self.x.detach()[tokens:].zero_()
+        self.edges[: len(edges)].copy_(edges)
+        self.edges[len(edges) :].fill_(len(self.x))
+        self._tokens = tokens
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, edges: Tensor) -> Tensor:
+        self.load(x, cos, sin, edges)
+        self._replay_forward()
+        return self.output[: len(x)].clone()
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        tokens = len(gradient)
+        self.grad_output[:tokens].copy_(gradient)
+        self.grad_output[tokens:].zero_()
+        self._replay_backward()
+        return self.grad_x[:tokens].clone()
+
+    def record(self, run: Run, trained: list[Tensor] | None, record: Record) -> None:
+        """
+        Args:
+            trained: parameters that get gradients; None without a backward pass.
+        """
+
+        def forward() -> None:
+            with torch.set_grad_enabled(trained is not None):
+                self._result = run(self.x, self.cos, self.sin, self.edges, self.longest)
+            self.output.copy_(self._result.detach())
+
+        def gradients() -> tuple[Tensor, ...]:
+            result, self._result = self._result, None
+            assert result is not None
+            assert trained is not None
+            return torch.autograd.grad(result, (self.x, *trained), self.grad_output)
+
+        def backward() -> None:
+            grad_x, *found = gradients()
+            self.grad_x.copy_(grad_x)
+            if trained:
+                torch._foreach_add_([parameter.main_grad for parameter in trained], found)
+
+        if trained is not None:
+            self.x.requires_grad_()
+        _warm_up(lambda: (forward(), trained is not None and gradients()), self.x.device)
+        self._replay_forward = record(forward)
+        if trained is not None:
+            self._replay_backward = record(backward)
+        self._result = None
+
+
+def _warm_up(action: Callable[[], object], device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            action()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, edges: Tensor, recorded: _Recorded, graphs: LayerGraphs
+    ) -> Tensor:
+        ctx.recorded, ctx.graphs, ctx.own = recorded, graphs, graphs.passes
+        return recorded.forward(x, cos, sin, edges)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.own != ctx.graphs.passes:
+            raise StaleGraphError("a forward pass went through these layers before the backward pass of the last one")
+        return ctx.recorded.backward(gradient), None, None, None, None, None
