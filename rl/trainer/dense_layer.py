@@ -173,14 +173,26 @@ class DenseLayer(TransformerLayer):
         sin: Float[Tensor, "tokens dim"],
         edges: Int32[Tensor, " samples+1"],
         longest: int,
+        parameters: Sequence[Tensor] | None = None,
     ) -> Float[Tensor, "tokens 1 hidden"]:
-        """This layer, and those that it leads."""
+        """This layer, and those that it leads.
+
+        Args:
+            parameters: taken in place of the layers' own, in the order of ``_parameters_in_order``.
+        """
         scale, shape = self.self_attention.core_attention.scale, (self.config.num_query_groups,)
+        taken = None if parameters is None else iter(parameters)
         for group in self._groups:
             vary_rows(x, cos, sin, edges)
             layers = [layer.weights() for layer in group]
+            if taken is not None:
+                layers = [Weights(*(None if own is None else next(taken) for own in weights)) for weights in layers]
             x = _fused_layers(x, layers, cos, sin, *shape, self.config.layernorm_epsilon, edges, longest, scale)
         return x
+
+    def _parameters_in_order(self) -> list[Tensor]:
+        weights = (weight for group in self._groups for layer in group for weight in layer.weights())
+        return [weight for weight in weights if weight is not None]
 
     def weights(self) -> Weights:
         attention, mlp, normed = self.self_attention, self.mlp, self.config.qk_layernorm
@@ -207,8 +219,7 @@ class DenseLayer(TransformerLayer):
             layer._groups = ()
         self._groups = tuple(tuple(group) for group in groups)
         if graphs:
-            parameters = [parameter for layer in layers for parameter in layer.parameters()]
-            self._graphs = LayerGraphs(self._run, parameters)
+            self._graphs = LayerGraphs(self._run, self._parameters_in_order())
 
     def release_graphs(self) -> None:
         """Before the weights move to other addresses."""

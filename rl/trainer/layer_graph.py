@@ -21,8 +21,8 @@ from torch import Tensor
 
 from rl.trainer.flash import length_bound
 
-Run = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
-"""``(x, cos, sin, edges of the samples, bound of their lengths) → x`` after the layers."""
+Run = Callable[[Tensor, Tensor, Tensor, Tensor, int, Sequence[Tensor]], Tensor]
+"""``(x, cos, sin, edges of the samples, bound of their lengths, parameters) → x`` after the layers."""
 Replay = Callable[[], None]
 Record = Callable[[Replay], Replay]
 """Makes of an action that is done once now something that does it again and again."""
@@ -76,7 +76,7 @@ class LayerGraphs:
         if recorded is None:
             recorded = self._recorded[key] = _Recorded(x, cos, sin, spans, longest)
             recorded.load(x, cos, sin, edges)
-            recorded.record(self._run, self._trained() if backward else None, self._record or self._capture)
+            recorded.record(self._run, self._parameters, backward, self._record or self._capture)
         self.passes += 1
         if not backward:
             return recorded.forward(x, cos, sin, edges)
@@ -86,9 +86,6 @@ class LayerGraphs:
         """Forget all recordings, whose addresses are about to change, and their memory."""
         self._recorded.clear()
         self._pool = None
-
-    def _trained(self) -> list[Tensor]:
-        return [parameter for parameter in self._parameters if parameter.requires_grad]
 
     def _capture(self, action: Replay) -> Replay:
         if self._pool is None:
@@ -135,35 +132,40 @@ class _Recorded:
         self._replay_backward()
         return self.grad_x[:tokens].clone()
 
-    def record(self, run: Run, trained: list[Tensor] | None, record: Record) -> None:
-        """
-        Args:
-            trained: parameters that get gradients; None without a backward pass.
-        """
+    def record(self, run: Run, parameters: Sequence[Tensor], backward: bool, record: Record) -> None:
+        # Aliases: autograd does what concerns a leaf on the stream that first used it, and Megatron's hooks have used
+        # the parameters on another one than that of the recording.
+        aliases = [parameter.detach().requires_grad_(parameter.requires_grad) for parameter in parameters]
+        trained = [alias for alias in aliases if alias.requires_grad]
+        buffers = [parameter.main_grad for parameter in parameters if parameter.requires_grad] if backward else []
 
-        def forward() -> None:
-            with torch.set_grad_enabled(trained is not None):
-                self._result = run(self.x, self.cos, self.sin, self.edges, self.longest)
+        def pass_forward() -> None:
+            with torch.set_grad_enabled(backward):
+                self._result = run(self.x, self.cos, self.sin, self.edges, self.longest, aliases)
             self.output.copy_(self._result.detach())
 
         def gradients() -> tuple[Tensor, ...]:
             result, self._result = self._result, None
             assert result is not None
-            assert trained is not None
             return torch.autograd.grad(result, (self.x, *trained), self.grad_output)
 
-        def backward() -> None:
+        def pass_backward() -> None:
             grad_x, *found = gradients()
             self.grad_x.copy_(grad_x)
-            if trained:
-                torch._foreach_add_([parameter.main_grad for parameter in trained], found)
+            if found:
+                torch._foreach_add_(buffers, found)
 
-        if trained is not None:
+        def pass_without_effect() -> None:
+            pass_forward()
+            if backward:
+                gradients()
+
+        if backward:
             self.x.requires_grad_()
-        _warm_up(lambda: (forward(), trained is not None and gradients()), self.x.device)
-        self._replay_forward = record(forward)
-        if trained is not None:
-            self._replay_backward = record(backward)
+        _warm_up(pass_without_effect, self.x.device)
+        self._replay_forward = record(pass_forward)
+        if backward:
+            self._replay_backward = record(pass_backward)
         self._result = None
 
 

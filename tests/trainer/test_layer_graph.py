@@ -1,12 +1,18 @@
 """Recordings of layers: padded to a few sizes, gradients added to the buffers, never mixed up. In place of CUDA graphs
 actions that are simply done again, on the same tensors; on a GPU, the graphs themselves."""
 
+import functools
+import itertools
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from rl.trainer.config import ParallelConfig, TrainerConfig
 from rl.trainer.layer_graph import LayerGraphs, StaleGraphError, padded_size
+from rl.trainer.packing import build_layout
+from tests.trainer.common import Ratio, assert_close, capture_update, make_trajectories
 
 HIDDEN = 8
 
@@ -26,13 +32,14 @@ class Sums(nn.Module):
         self.weight.main_grad = torch.zeros(HIDDEN, HIDDEN)
         self.shapes = set()
 
-    def forward(self, x, cos, sin, edges, longest):
+    def forward(self, x, cos, sin, edges, longest, parameters=None):
+        (weight,) = [self.weight] if parameters is None else parameters
         self.shapes.add((len(x), len(edges), longest))
         sample = torch.bucketize(torch.arange(len(x)), edges[1:], right=True)
         same = (sample[:, None] == sample).tril().to(x.dtype)
         assert edges.diff().max() <= longest
         assert edges[-1] == len(x)
-        y = torch.tanh(x[:, 0] @ self.weight) * cos[:, :1] + x[:, 0] * sin[:, :1]
+        y = torch.tanh(x[:, 0] @ weight) * cos[:, :1] + x[:, 0] * sin[:, :1]
         return (same @ y)[:, None]
 
 
@@ -107,3 +114,66 @@ def test_a_backward_pass_that_comes_too_late_is_refused(with_gradient):
 def test_layouts_that_graphs_cannot_hold_are_refused(options):
     with pytest.raises(ValueError, match="cuda_graphs needs"):
         TrainerConfig(cuda_graphs=True, **options)
+
+
+def attention_of_each_sample(query, key, value, query_edges, key_edges, longest_query, longest_key, scale):
+    """What ``flash_attention`` computes, by a loop."""
+    outputs = []
+    for begin, end in itertools.pairwise(query_edges.tolist()):
+        q, k, v = (x[begin:end].transpose(0, 1)[None] for x in (query, key, value))
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        outputs.append(found[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("layers_per_graph", [1, 3])
+def test_updates_through_recordings_are_the_same(worker, model_dir, monkeypatch, layers_per_graph):
+    trajectories = make_trajectories()
+    expected, gradient = capture_update(worker, trajectories, Ratio())
+    logprobs = worker.logprobs(trajectories)
+    changes = {"cuda_graphs": True, "layers_per_graph": layers_per_graph, "max_tokens_per_micro_batch": 60}
+    worker.config = worker.config.model_copy(update=changes)
+    worker.load_model(model_dir)
+    monkeypatch.setattr("rl.trainer.dense_layer.flash_attention", attention_of_each_sample)
+    monkeypatch.setattr("rl.trainer.forward.build_layout", functools.partial(build_layout_flash, build_layout))
+    captain, *others = worker.loaded.model.decoder.layers
+    captain._graphs._record = repeated
+    assert all(layer._graphs is None for layer in others)
+    result, found = capture_update(worker, trajectories, Ratio())
+    assert result.micro_batches > 2
+    assert result.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    assert_close(found, gradient)
+    for a, b in zip(worker.logprobs(trajectories), logprobs, strict=True):
+        assert abs(a - b).max() < 1e-4
+    assert captain._graphs.passes >= 3 * result.micro_batches
+    worker.offload()
+    assert not captain._graphs._recorded
+
+
+def build_layout_flash(original, *arguments, **options):
+    return original(*arguments, **(options | {"flash": True}))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_graphs_equal_the_layers_on_the_gpu(worker, model_dir):
+    """The same kernels, other addresses, tokens padded: equal up to bfloat16's rounding. Also after offloading."""
+    trajectories = make_trajectories()
+    results = []
+    for graphs in (False, True):
+        changes = {"dtype": "bfloat16", "cuda_graphs": graphs, "max_tokens_per_micro_batch": 100}
+        worker.config = worker.config.model_copy(update=changes)
+        worker.load_model(model_dir)
+        steps = [worker.update(trajectories, 0, Ratio()) for _ in range(2)]
+        worker.offload()
+        worker.onload()
+        steps.append(worker.update(trajectories, 0, Ratio()))
+        results.append([*(x for step in steps for x in (step.loss, step.grad_norm)), worker.logprobs(trajectories)])
+        captain = worker.loaded.model.decoder.layers[0]
+        assert bool(captain._graphs and captain._graphs._recorded) == graphs
+    *plain, plain_logprobs = results[0]
+    *graphed, graphed_logprobs = results[1]
+    assert graphed == pytest.approx(plain, rel=0.02)
+    for a, b in zip(graphed_logprobs, plain_logprobs, strict=True):
+        assert abs(a - b).max() < 0.05
