@@ -1,9 +1,9 @@
-"""Speed and memory of the trainer: ``python -m benchmarks.trainer [--json FILE] [--device cpu|cuda]``.
+"""Speed and memory of the trainer: ``python -m benchmarks.trainer [--json FILE] [--device cpu|cuda] [--profile]``.
 
 One process, one device: an update by ours, by Hugging Face with torch's AdamW, and by trl's GRPO trainer, on the same
-batches in turn; and the output head against the naive one. On CUDA in bfloat16, with the MFU (see ``Shape.flops``)
-against a large matrix product measured in the same run. Each section's result is written when it is done; a section
-that fails leaves its error there, and the next one runs.
+batches in turn; the output head against the naive one; and our own options against each other. On CUDA in bfloat16,
+with the MFU (see ``Shape.flops``) against a large matrix product measured in the same run. Each section's result is
+written when it is done; a section that fails leaves its error there, and the next one runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BAR_TRL, BAR_HF, BAR_MFU = 1.3, 1.0, 1.5 * BASELINE_MFU
 BAR_HEAD_MEMORY, BAR_HEAD_TIME = 0.25, 1.7
 WARMUP = 3
 PROFILED = 2
-"""Shapes, from the first on, that ``--profile`` looks into."""
+"""Shapes, from the first on, that the head comes after and that ``--profile`` looks into."""
 
 
 class Report:
@@ -70,7 +70,7 @@ def _step_section(shape: Shape, worker: sides.TrainerWorker, device: str, peak_f
         directory = Path(folder) / "model"
         write_model(shape, directory, torch.bfloat16 if device == "cuda" else torch.float32, device)
         makers: dict[str, Callable[[], sides.Step]] = {
-            "ours": lambda: sides.ours(worker, shape, directory, shape.layers_per_graph),
+            "ours": lambda: sides.ours(worker, shape, directory, shape.variants[0]),
             "hf": lambda: sides.hugging_face(shape, directory, device),
             "trl": lambda: sides.trl(shape, directory, device, checkpointing=False),
             "trl, default": lambda: sides.trl(shape, directory, device, checkpointing=True),
@@ -112,20 +112,48 @@ def _compare(result: dict[str, Any]) -> None:
         result["speedup"] = {name: value / taken["ours"] for name, value in taken.items() if name != "ours"}
 
 
+def _variants(shape: Shape, worker: sides.TrainerWorker, device: str, peak_flops: float | None) -> dict[str, Any]:
+    """Our options against each other, one after the other."""
+    result: dict[str, Any] = {"variants": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "model"
+        write_model(shape, directory, torch.bfloat16 if device == "cuda" else torch.float32, device)
+        for variant in shape.variants:
+            found = result["variants"][variant.name] = {}
+            try:
+                begin = time.perf_counter()
+                step = sides.ours(worker, shape, directory, variant)
+                for _ in range(WARMUP):
+                    found["warmed_up"] = step()
+                found["warmup_seconds"] = round(time.perf_counter() - begin, 1)
+                found["seconds"] = statistics.median(seconds(step) for _ in range(shape.repeats))
+                if peak_flops:
+                    found["mfu"] = shape.flops() / found["seconds"] / peak_flops
+            except Exception:  # noqa: BLE001  (as above)
+                found["error"] = traceback.format_exc()
+    return result
+
+
 def _profile(shape: Shape, worker: sides.TrainerWorker, device: str) -> dict[str, Any]:
-    """Where our step's time goes, as the profiler's table of the most expensive operations."""
+    """Where our step's time goes: its phases, how long the device is busy, and the most expensive operations."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(shape, Path(folder) / "model", torch.bfloat16 if device == "cuda" else torch.float32, device)
-        step = sides.ours(worker, shape, Path(folder) / "model", shape.layers_per_graph)
+        step = sides.ours(worker, shape, Path(folder) / "model", shape.variants[0])
         for _ in range(WARMUP):
             step()
         phases = dict(worker.update(sides.trajectories(shape), 0, sides.objective()).seconds)
+        found: dict[str, Any] = {"phases": phases, "seconds": seconds(step)}
         with torch.profiler.profile() as profiler:
-            step()
-        key = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+            found["profiled_seconds"] = seconds(step)
         averages = profiler.key_averages()
-        tables = {order: averages.table(sort_by=order, row_limit=30) for order in (key, "self_cpu_time_total")}
-        return {"phases": phases} | {name: table.splitlines() for name, table in tables.items()}
+        orders = ["self_cpu_time_total"]
+        if device == "cuda":
+            orders.insert(0, "self_device_time_total")
+            kernels = [event for event in averages if event.device_type == torch.autograd.DeviceType.CUDA]
+            found["device_seconds"] = sum(event.self_device_time_total for event in kernels) / 1e6
+            found["kernels"] = sum(event.count for event in kernels)
+        tables = {order: averages.table(sort_by=order, row_limit=30, max_name_column_width=70) for order in orders}
+        return found | {name: table.splitlines() for name, table in tables.items()}
 
 
 def _summary(report: Report) -> list[str]:
@@ -143,6 +171,15 @@ def _summary(report: Report) -> list[str]:
             if "peak_over_naive" in found:
                 line += f", memory {found['peak_over_naive']:.3f}× naive (bar {BAR_HEAD_MEMORY})"
             lines.append(line)
+        for variant, found in section.get("variants", {}).items():
+            outcome = found["error"].splitlines()[-1] if "error" in found else f"{found['seconds'] * 1000:.1f} ms"
+            outcome += f", MFU {found['mfu']:.1%}" if "mfu" in found else ""
+            lines.append(f"{name}, {variant}: {outcome}")
+        if "device_seconds" in section:
+            busy, whole = section["device_seconds"], section["seconds"]
+            lines.append(
+                f"{name}: device busy {busy * 1000:.1f} of {whole * 1000:.1f} ms, {section['kernels']} kernels"
+            )
         if "error" in section or "skipped" in section:
             lines.append(f"{name}: {section.get('skipped') or section['error'].splitlines()[-1]}")
     lines.append(f"bars: ours over trl ×{BAR_TRL} on CUDA, over hf ×{BAR_HF} on the CPU")
@@ -165,21 +202,37 @@ def main(arguments: list[str]) -> int:
     report.run("machine", lambda: _machine(device))
     if cuda and "matmul_flops" in report.sections["machine"]:
         peak = report.sections["machine"]["matmul_flops"]
-    heads = [(8192, 2048, 151_936), (8192, 4096, 151_936)] if cuda else [(512, 256, 8192)]
-    dtype = torch.bfloat16 if cuda else torch.float32
-    for tokens, hidden, vocab in heads:
-        name = f"head, hidden {hidden}"
-        report.run(name, lambda t=tokens, h=hidden, v=vocab: head_section(t, h, v, dtype, device))
     worker = sides.make_worker(device, options.threads)
     try:
-        for index, shape in enumerate(shapes(device)):
-            report.run(shape.name, lambda shape=shape: _step_section(shape, worker, device, peak))
-            if options.profile and index < PROFILED:
-                report.run(f"profile, {shape.name}", lambda shape=shape: _profile(shape, worker, device))
+        _run_sections(report, worker, device, peak, options.profile)
     finally:
         worker.close()
     print("\n".join(_summary(report)), flush=True)
     return 0
+
+
+def _run_sections(report: Report, worker: sides.TrainerWorker, device: str, peak: float | None, profile: bool) -> None:
+    """What the bars ask for first, then what explains it, then the rest."""
+    cuda, made = device == "cuda", shapes(device)
+    heads = [(8192, 2048, 151_936), (8192, 4096, 151_936)] if cuda else [(512, 256, 8192)]
+    dtype = torch.bfloat16 if cuda else torch.float32
+
+    def compare(shape: Shape) -> None:
+        report.run(shape.name, lambda: _step_section(shape, worker, device, peak))
+
+    for shape in made[:PROFILED]:
+        compare(shape)
+    for tokens, hidden, vocab in heads:
+        name = f"head, hidden {hidden}"
+        report.run(name, lambda t=tokens, h=hidden, v=vocab: head_section(t, h, v, dtype, device))
+    for shape in made[:PROFILED]:
+        if profile:
+            report.run(f"profile, {shape.name}", lambda shape=shape: _profile(shape, worker, device))
+    for shape in made[:PROFILED]:
+        if len(shape.variants) > 1:
+            report.run(f"variants, {shape.name}", lambda shape=shape: _variants(shape, worker, device, peak))
+    for shape in made[PROFILED:]:
+        compare(shape)
 
 
 def _machine(device: str) -> dict[str, Any]:

@@ -18,8 +18,10 @@ CHUNKS = {"cuda": (1024, 2048, 4096), "cpu": (256,)}
 def head_section(tokens: int, hidden_size: int, vocab: int, dtype: torch.dtype, device: str) -> dict[str, Any]:
     """Time and memory of forward and backward: log-probs and entropies of ``tokens`` tokens, gradients of both inputs.
 
-    ``naive`` computes the log-probs and the entropies from ``log_softmax`` of the fp32 logits; ``bare`` is the product
-    with the weights alone, forward and backward, from a given gradient of its output.
+    Ours adds the weights' gradient to an fp32 buffer that exists anyway, as training does; ``alone`` is the same
+    without the buffer, whose gradient is then a tensor of its own. ``naive`` computes the log-probs and the entropies
+    from ``log_softmax`` of the fp32 logits; ``bare`` is the product with the weights alone, forward and backward, from
+    a given gradient of its output.
     """
     torch.manual_seed(0)
     hidden = torch.randn(tokens, hidden_size, dtype=dtype, device=device, requires_grad=True)
@@ -40,9 +42,12 @@ def head_section(tokens: int, hidden_size: int, vocab: int, dtype: torch.dtype, 
         chosen.backward(upstream)
         return chosen.detach(), entropy
 
-    def ours(chunk: int) -> tuple[Tensor, Tensor]:
+    buffer = torch.zeros(vocab, hidden_size, device=device)
+
+    def ours(chunk: int, gradient: Tensor | None = buffer) -> tuple[Tensor, Tensor]:
         clear()
-        chosen, entropy = TokenLogprobs.apply(hidden, weight, targets, torch.ones_like(upstream), 0, chunk, None)
+        ones = torch.ones_like(upstream)
+        chosen, entropy = TokenLogprobs.apply(hidden, weight, targets, ones, 0, chunk, None, gradient)
         chosen.backward(upstream)
         return chosen.detach(), entropy
 
@@ -62,12 +67,13 @@ def head_section(tokens: int, hidden_size: int, vocab: int, dtype: torch.dtype, 
     del gradient
     result["chunks"] = {}
     for chunk in CHUNKS[device]:
+        buffer.zero_()
         found, entropy = ours(chunk)
         errors = {
             "logprobs": float((found - expected).abs().max()),
             "entropy": float((entropy - expected_entropy).abs().max()),
             "hidden_gradient": _relative(hidden.grad, gradients[0]),
-            "weight_gradient": _relative(weight.grad, gradients[1]),
+            "weight_gradient": _relative(buffer, gradients[1]),
         }
         time = median_seconds(lambda chunk=chunk: ours(chunk), 5)
         clear()
@@ -79,6 +85,10 @@ def head_section(tokens: int, hidden_size: int, vocab: int, dtype: torch.dtype, 
         if device == "cuda":
             part["peak_bytes"] = peak_bytes(lambda chunk=chunk: ours(chunk))
             part["peak_over_naive"] = part["peak_bytes"] / result["naive_peak_bytes"]
+            part["alone_seconds"] = median_seconds(lambda chunk=chunk: ours(chunk, None), 5)
+            clear()
+            alone = peak_bytes(lambda chunk=chunk: ours(chunk, None))
+            part["alone_peak_over_naive"] = alone / result["naive_peak_bytes"]
     clear()
     settle()
     if device == "cuda":

@@ -38,9 +38,10 @@ def median_seconds(action: Callable[[], object], repeats: int, warmup: int = 2) 
 
 
 def in_use() -> int:
-    """Bytes that live now: of the device's allocator, or the resident size of the process."""
+    """Bytes that are taken now: of the device, with what CUDA graphs keep for their next replay, or the resident size
+    of the process."""
     settle()
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss
+    return torch.cuda.memory_reserved() if torch.cuda.is_available() else psutil.Process().memory_info().rss
 
 
 def peak_bytes(action: Callable[[], object]) -> int:

@@ -14,6 +14,18 @@ from rollout.trajectory import StopReason, Trajectory
 
 
 @dataclass(frozen=True)
+class Variant:
+    """Options of our trainer that change no number."""
+
+    layers_per_graph: int = 1
+    cuda_graphs: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.layers_per_graph} layer(s) compiled, {'CUDA graphs' if self.cuda_graphs else 'no CUDA graphs'}"
+
+
+@dataclass(frozen=True)
 class Shape:
     """A random model and one global batch."""
 
@@ -22,8 +34,8 @@ class Shape:
     lengths: tuple[int, ...]
     """Tokens of each sample; a quarter of each is its prompt. Groups of four samples share one."""
     repeats: int
-    layers_per_graph: int = 1
-    """Of ours; see ``TrainerConfig``."""
+    variants: tuple[Variant, ...] = (Variant(),)
+    """Of ours; the first is the one that is compared with the others."""
 
     @property
     def tokens(self) -> int:
@@ -114,12 +126,14 @@ def shapes(device: str) -> list[Shape]:
             Shape("small, even", _small(4, 256, 4096), SMALL_EVEN, 7),
             Shape("small, ragged", _small(4, 256, 4096), SMALL_RAGGED, 7),
         ]
+    small = (Variant(6, True), Variant(1, True), Variant(6))
+    large = (Variant(2, True), Variant(2))
     return [
-        Shape("SmolLM2-135M-like, even", _smollm2(), EVEN, 10, 6),
-        Shape("1B, even", _one_billion(), EVEN, 6, 2),
-        Shape("SmolLM2-135M-like, ragged", _smollm2(), RAGGED, 10, 6),
-        Shape("1B, ragged", _one_billion(), RAGGED, 6, 2),
-        Shape("demo, even", _small(2, 64, 101), SMALL_EVEN, 10),
+        Shape("SmolLM2-135M-like, even", _smollm2(), EVEN, 10, small),
+        Shape("1B, even", _one_billion(), EVEN, 6, large),
+        Shape("SmolLM2-135M-like, ragged", _smollm2(), RAGGED, 10, small[:1]),
+        Shape("1B, ragged", _one_billion(), RAGGED, 6, large[:1]),
+        Shape("demo, even", _small(2, 64, 101), SMALL_EVEN, 10, (Variant(2, True),)),
     ]
 
 

@@ -8,6 +8,7 @@ less exact; both pad the samples to the longest.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import socket
 from collections import defaultdict
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from algorithms import registry
 from algorithms.types import Algorithm
-from benchmarks.trainer.shapes import Shape, prompt, trajectories
+from benchmarks.trainer.shapes import Shape, Variant, prompt, trajectories
 from rl.batch import build_batch
 from rl.trainer.config import OptimizerConfig, TrainerConfig
 from rl.trainer.worker import TrainerWorker
@@ -53,8 +54,8 @@ def make_worker(device: str, threads: int) -> TrainerWorker:
     return TrainerWorker(config, 0, 1, "127.0.0.1", _port())
 
 
-def ours(worker: TrainerWorker, shape: Shape, directory: Path, layers_per_graph: int) -> Step:
-    worker.config = worker.config.model_copy(update={"layers_per_graph": layers_per_graph})
+def ours(worker: TrainerWorker, shape: Shape, directory: Path, variant: Variant) -> Step:
+    worker.config = worker.config.model_copy(update=dataclasses.asdict(variant))
     worker.load_model(directory)
     batch, algorithm = trajectories(shape), objective()
 
