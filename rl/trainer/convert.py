@@ -127,7 +127,7 @@ class _Place:
         return self.tensor if weight.expert is None else self.expert_tensor
 
 
-def _state(model: Trunk) -> dict[str, Tensor]:
+def rank_state(model: Trunk) -> dict[str, Tensor]:
     """Parameters and persistent buffers of this rank, without what Transformer Engine keeps beside them."""
     state = model.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if not name.endswith("_extra_state")}
@@ -146,7 +146,16 @@ def _files_by_tensor(directory: Path) -> dict[str, Path]:
 
 @torch.no_grad()
 def load_hf(model: Trunk, hf: PretrainedConfig, directory: Path) -> None:
-    """Fill this rank's tensors from a Hugging Face directory; the dtype becomes the model's.
+    """Fill this rank's tensors from a Hugging Face directory; the dtype becomes the model's. Raises like
+    ``read_weights``."""
+    state = rank_state(model)
+    for name, piece in read_weights(model, hf, directory):
+        state[name].copy_(piece)
+
+
+def read_weights(model: Trunk, hf: PretrainedConfig, directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """This rank's tensors of a Hugging Face directory, each with its name in the model and in its shape there; on the
+    CPU, in the directory's dtype, one at a time.
 
     A value model takes a policy's directory, and then starts with a head of zeros. Layers that predict more than one
     token ahead (beyond ``num_hidden_layers``) are not trained and not read; ``save_hf`` copies them.
@@ -165,19 +174,19 @@ def load_hf(model: Trunk, hf: PretrainedConfig, directory: Path) -> None:
     if unknown or missing:
         raise WeightMismatchError(f"{directory}: missing tensors {missing}, unknown tensors {unknown}")
 
-    state = _state(model)
+    shapes = {name: tensor.shape for name, tensor in rank_state(model).items()}
     mine = {place.name(weight): weight for weight in weights if place.has(weight)}
-    if state.keys() != mine.keys():
-        different = sorted(state.keys() ^ mine.keys())
+    if shapes.keys() != mine.keys():
+        different = sorted(shapes.keys() ^ mine.keys())
         raise WeightMismatchError(f"{directory}: these parameters have no counterpart: {different}")
     for name, weight in mine.items():
         if optional & weight.hf.keys() - files.keys():
-            state[name].zero_()
+            yield name, torch.zeros(shapes[name])
             continue
         tensors = [_read(files[source], source, shape) for source, shape in weight.hf.items()]
         group = place.pieces(weight)
         piece = weight.piece(weight.fuse(tensors), group.rank(), group.size())
-        state[name].copy_(piece.reshape(state[name].shape))
+        yield name, piece.reshape(shapes[name])
 
 
 def _left_out(name: str, hf: PretrainedConfig) -> bool:
@@ -217,7 +226,7 @@ def export_weights(models: Sequence[Trunk], hf: PretrainedConfig) -> Iterator[tu
     A collective of all ranks: each must take the iterator to its end, and each gets every tensor. One Megatron tensor
     exists in whole at a time.
     """
-    model, places = models[-1], {model.stage: (_Place.of(model), _state(model)) for model in models}
+    model, places = models[-1], {model.stage: (_Place.of(model), rank_state(model)) for model in models}
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     for weight in weights_of(hf, model.parallel, isinstance(model, ValueModel)):
         if not weight.exported:
