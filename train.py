@@ -2,7 +2,7 @@
 
 import sys
 
-from rl.cli import train
+from rl.commands.train import main
 
 if __name__ == "__main__":
-    sys.exit(train(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -1,126 +1,35 @@
-"""The command line: ``train.py``, and the ``atelier`` command."""
+"""The ``atelier`` command: picks the subcommand."""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import logging
+import difflib
+import importlib
 import sys
-from collections.abc import Coroutine, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
-from rich.console import Console
-from rich.markup import escape
+from rl.commands.exits import EXIT_BAD_CONFIG
 
-from rl.compose import compose_config
-from rl.config import STAGES, ConfigError, check
-from rl.signals import cancel_on_signals
-
-if TYPE_CHECKING:
-    from rl.preflight import Plan
-
-USAGE = f"""usage: python train.py +stage=NAME [key=value ...] [--cfg]
-
-stages: {", ".join(STAGES)}
-  --cfg    print the whole composed config and stop
-Keys are those of configs/*.yaml (Hydra): run_dir=runs/mine seed=1 task=[calculator,sorting] algorithm=grpo ..."""
-
-EXIT_FAILED, EXIT_BAD_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
-
-
-def train(arguments: Sequence[str]) -> int:
-    """Compose, check, run; returns the exit code. Bad input costs seconds and starts nothing."""
-    if "-h" in arguments or "--help" in arguments:
-        print(USAGE)
-        return 0
-    console = Console(highlight=False)
-    errors = Console(stderr=True, highlight=False)
-    try:
-        composed = compose_config([argument for argument in arguments if argument != "--cfg"])
-        config = check(composed)
-        if "--cfg" in arguments:
-            import yaml
-
-            print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-            return 0
-        from rl.preflight import check_run  # the imports from here on take seconds
-        from rl.runner import prepare_config
-
-        plan = check_run(prepare_config(config))
-    except ConfigError as error:
-        errors.print(f"[bold red]config error:[/] {escape(str(error))}", soft_wrap=True)
-        return EXIT_BAD_CONFIG
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    return _run(plan, console, errors)
-
-
-def _run(plan: Plan, console: Console, errors: Console) -> int:
-    from rl.runner import run_stage
-
-    try:
-        summary = asyncio.run(_until_signalled(run_stage(plan, console)))
-    except ConfigError as error:
-        errors.print(f"[bold red]config error:[/] {escape(str(error))}", soft_wrap=True)
-        return EXIT_BAD_CONFIG
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        errors.print(f"interrupted; go on with resume=auto run_dir={plan.folder.path}")
-        return EXIT_INTERRUPTED
-    except Exception as error:
-        logging.getLogger(__name__).debug("the run failed", exc_info=True)
-        errors.print_exception() if not _is_plain(error) else None
-        errors.print(f"[bold red]run failed:[/] {escape(str(error))}", soft_wrap=True)
-        return EXIT_FAILED
-    _report(summary, console)
-    return 0
-
-
-def _is_plain(error: Exception) -> bool:
-    """Errors whose message says all: no traceback is needed."""
-    from rl.trainer.group import TrainerGroupError
-    from rl.trainer.manifest import CheckpointError
-    from rl.trainer.result import NonFiniteUpdateError
-    from rl.weights.publisher import PublishError
-    from rollout.engine.protocol import EngineError
-    from rollout.episode import RolloutsFailed
-    from rollout.processes import ProcessError
-    from rollout.task_client import TaskServerError
-
-    rollouts = EngineError | ProcessError | TaskServerError | RolloutsFailed | PublishError
-    return isinstance(error, rollouts | TrainerGroupError | CheckpointError | NonFiniteUpdateError)
-
-
-async def _until_signalled(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    cancel_on_signals()
-    return await work
-
-
-def _report(summary: dict[str, Any], console: Console) -> None:
-    console.print(f"done in {summary['seconds']:.0f} s: {summary['model']}")
-    for task, after in summary["reward_after"].items():
-        before = summary["reward_before"][task]
-        parts = [f"{name} {before[name]:.2f} -> {after[name]:.2f}" for name in after]
-        console.print(f"  {task}: reward {', '.join(parts)}")
+COMMANDS = ("train", "plot")
+"""Modules of ``rl.commands``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``atelier train ...`` is ``python train.py ...``; ``atelier plot RUN...`` draws runs side by side."""
-    parser = argparse.ArgumentParser(prog="atelier", description="RL post-training of large language models.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("train", help="run a stage (as python train.py)", add_help=False)
-    plot = commands.add_parser("plot", help="reward curves of several runs in one picture")
-    plot.add_argument("runs", type=Path, nargs="+", help="run folders")
-    plot.add_argument("--out", type=Path, default=Path("rewards.png"))
-    arguments, rest = parser.parse_known_args(argv)
-    if arguments.command == "train":
-        return train(rest)
-    missing = [str(run) for run in arguments.runs if not (run / "metrics.jsonl").is_file()]
-    if missing:
-        parser.error(f"no metrics.jsonl in {', '.join(missing)}")
-    from rl.plot import compare_runs
+    """Run ``atelier NAME ...``; the exit code."""
+    name, *rest = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
+    if name in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(COMMANDS)}"
+        print(f"atelier {name}: no such command; {hint}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    return importlib.import_module(f"rl.commands.{name}").main(rest)
 
-    compare_runs(arguments.runs, arguments.out)
-    return 0
+
+def _usage() -> str:
+    lines = [f"  {name:8} {importlib.import_module(f'rl.commands.{name}').SUMMARY}" for name in COMMANDS]
+    return "\n".join(["usage: atelier COMMAND ...", "", *lines])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from rl.cli import EXIT_FAILED, EXIT_INTERRUPTED
+from rl.commands.exits import EXIT_FAILED, EXIT_INTERRUPTED
 from rl.ledger import read_fates
 
 pytestmark = pytest.mark.timeout(600)  # several whole runs, on machines of two cores

@@ -14,7 +14,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import psutil
 import pytest
 
-from rl.cli import EXIT_BAD_CONFIG, train
+from rl.commands.exits import EXIT_BAD_CONFIG
+from rl.commands.train import main as train
 from rl.config import FreshModel
 from rl.fresh_model import create_model
 from rl.trainer.manifest import FORMAT
