@@ -30,6 +30,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from rl.trainer.experts import Experts
 from rl.trainer.packing import Packing
 
 NOT_RECORDED = -1
@@ -95,11 +96,11 @@ def dense_spec(backend: BackendSpecProvider) -> ModuleSpec:
 
 
 def moe_spec(backend: BackendSpecProvider) -> ModuleSpec:
-    experts, submodules = backend.grouped_mlp_modules(False, False)
+    _, submodules = backend.grouped_mlp_modules(False, False)
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
-            experts=ModuleSpec(module=experts, submodules=submodules),
+            experts=ModuleSpec(module=Experts, submodules=submodules),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=_linears(backend)),
             router=Router,
         ),
