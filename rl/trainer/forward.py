@@ -176,11 +176,11 @@ def batch_logprobs(
     whole = torch.zeros(len(batch.token_ids), 2, device=platform.device())
 
     def keep(taken: SampleTokens, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        _keep(whole, taken, torch.stack([logprobs, entropy], dim=-1))
+        put_tokens(whole, taken, torch.stack([logprobs, entropy], dim=-1))
         return logprobs.sum()
 
     run_passes(modules, batch, micro_batches, config, keep, backward=False)
-    logprobs, entropy = _on_every_rank(whole).unbind(-1)
+    logprobs, entropy = collected(whole).unbind(-1)
     return logprobs, entropy
 
 
@@ -195,11 +195,11 @@ def batch_values(
     whole = torch.zeros(len(batch.token_ids), device=platform.device())
 
     def keep(taken: SampleTokens, values: Tensor) -> Tensor:
-        _keep(whole, taken, values)
+        put_tokens(whole, taken, values)
         return values.sum()
 
     run_value_passes(modules, batch, micro_batches, config, keep, backward=False)
-    return _on_every_rank(whole)
+    return collected(whole)
 
 
 def batch_topk(
@@ -216,20 +216,20 @@ def batch_topk(
 
     def finish(taken: SampleTokens, layout: Layout, hidden: Tensor) -> Tensor:
         values, chosen = token_topk(modules[-1].module, hidden, layout, k, config.logits_chunk_tokens)
-        _keep(logprobs, taken, values)
-        _keep(ids, taken, chosen)
+        put_tokens(logprobs, taken, values)
+        put_tokens(ids, taken, chosen)
         return values.sum()
 
     run_schedule(modules, batch, micro_batches, config, finish, backward=False)
-    return _on_every_rank(logprobs), _on_every_rank(ids)
+    return collected(logprobs), collected(ids)
 
 
-def _keep(whole: Tensor, taken: SampleTokens, part: Tensor) -> None:
+def put_tokens(whole: Tensor, taken: SampleTokens, part: Tensor) -> None:
     """Put what is known of some samples' tokens into its place."""
     whole[taken.index.to(whole.device, non_blocking=True)] = part
 
 
-def _on_every_rank(whole: Tensor) -> Tensor:
+def collected(whole: Tensor) -> Tensor:
     """What the ranks have put together, on the CPU. Each sample is on one data-parallel rank alone, so that the sum
     only adds zeros."""
     dist.all_reduce(whole, group=parallel_state.get_data_parallel_group())

@@ -52,13 +52,7 @@ def token_logprobs(
     Args:
         chunk: tokens whose logits exist at the same time.
     """
-    hidden = hidden.squeeze(1)
-    if model.config.sequence_parallel:
-        # Its backward pass sums over the ranks, as that of the other branch does.
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-    hidden = hidden.index_select(0, layout.scored)
-    if not model.config.sequence_parallel:
-        hidden = copy_to_tensor_model_parallel_region(hidden)
+    hidden = scored_hidden(model, hidden, layout)
     weight = model.output_weight()
     group = parallel_state.get_tensor_model_parallel_group()
     first = group.rank() * (model.vocab_size // group.size())
@@ -66,6 +60,19 @@ def token_logprobs(
     both = TokenLogprobs.apply(hidden, weight, layout.targets, 1.0 / layout.temperature, first, chunk, group, gradient)
     logprobs, entropy = (to_tokens(x, layout) for x in both)
     return logprobs, entropy
+
+
+def scored_hidden(
+    model: PolicyModel, hidden: Float[Tensor, "local 1 hidden"], layout: Layout
+) -> Float[Tensor, "local_scored hidden"]:
+    """The hidden states that predict this rank's scored tokens. Its backward pass sums over the tensor-parallel ranks,
+    each of which has the slopes of its own part of the vocabulary."""
+    hidden = hidden.squeeze(1)
+    if model.config.sequence_parallel:
+        # Its backward pass sums over the ranks, as that of the other branch does.
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+    hidden = hidden.index_select(0, layout.scored)
+    return hidden if model.config.sequence_parallel else copy_to_tensor_model_parallel_region(hidden)
 
 
 def to_tokens(x: Shaped[Tensor, "local_scored ..."], layout: Layout) -> Shaped[Tensor, "tokens ..."]:

@@ -3,8 +3,10 @@
     c_q = norm(W_dq x)      q_h = [W_uq c_q, rotated part]                    heads h are spread over the ranks
     c_kv = norm(W_dkv x)    k_h = [W_uk c_kv, one rotated key for all heads]   v_h = W_uv c_kv
 
-Packed like ``PackedAttention``. The masked product visits all pairs of positions, also those that are not selected: it
-trains what the sparse kernel of an engine computes, without its savings.
+Packed like ``PackedAttention``. Over selected positions the up-projections of keys and values move to the other side of
+the products, so that all heads read one key, c_kv and its rotated part, and a value that is c_kv:
+
+    q_h · k_h = [W_ukᵀ q_h, rotated part] · [c_kv, rotated key]                o_h = W_uv Σ_s p_hs c_kv,s
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from rl.trainer.chosen_attention import ChosenAttention
 from rl.trainer.indexer import NORM_EPS, Indexer, IndexerShape, attended, index_scores, rotate_pairs
 from rl.trainer.layers import RMSNorm
 from rl.trainer.packing import Bucket, Packing
@@ -119,49 +122,85 @@ class LatentAttention(MegatronModule):
         """Megatron's call of a layer's attention: the output and no bias."""
         packing, angles = packed_seq_params, rotary_pos_emb.squeeze(1)
         low_query = self.q_layernorm(self.linear_q_down_proj(hidden_states))
-        query, key, value = self._project(hidden_states, low_query, angles)
-        if packing.gathered_order is not None:
-            key, value = (
-                gather_from_sequence_parallel_region(x.contiguous(), group=self.context_group).index_select(
-                    0, packing.gathered_order
-                )
-                for x in (key, value)
-            )
+        low_kv, rotated_key = self.linear_kv_down_proj(hidden_states).split(
+            [self.shape.kv_rank, self.shape.rotated], dim=-1
+        )
+        low_kv = self.kv_layernorm(low_kv)
         if self.indexer is not None:
             self._select(self.indexer, hidden_states, low_query, angles, packing)
-        outputs, training = [], packing.indexer_training
-        for index, (bucket, chosen) in enumerate(zip(packing.buckets, packing.selections[self.selects], strict=True)):
-            queries, keys, values = bucket.queries.spread(query), bucket.keys.spread(key), bucket.keys.spread(value)
-            outputs.append(bucket.queries.collect(attend(queries, keys, values, bucket, chosen, self.scale)))
+        selection, training = packing.selections[self.selects], packing.indexer_training
+        query = self._queries(low_query, angles)
+        every, some = any(chosen is None for chosen in selection), any(chosen is not None for chosen in selection)
+        if every or training is not None:
+            key, value = self._keys_and_values(low_kv, rotated_key, angles, packing)
+        if some:
+            latent_query, latent_key = self._latent(query, low_kv, rotated_key, angles, packing)
+        outputs = []
+        for index, (bucket, chosen) in enumerate(zip(packing.buckets, selection, strict=True)):
+            if chosen is None:
+                states = (bucket.queries.spread(query), bucket.keys.spread(key), bucket.keys.spread(value))
+                attended = bucket.queries.collect(attend_to_all(*states, bucket, self.scale))
+            else:
+                states = (bucket.queries.spread(latent_query), bucket.keys.spread(latent_key).squeeze(1))
+                latent = attend_to_chosen(*states, bucket, chosen, self.shape.kv_rank, self.scale)
+                attended = torch.einsum("thr,hvr->thv", bucket.queries.collect(latent), self._up_projections()[1])
+            outputs.append(attended)
             if training is not None:
-                training.groups[self.selects].observe(index, queries, keys, self.scale, self.tensor_group)
+                both = bucket.queries.spread(query), bucket.keys.spread(key)
+                training.groups[self.selects].observe(index, *both, self.scale, self.tensor_group)
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if packing.order is not None:
             output = output.index_select(0, packing.order)
         return self.linear_proj(output.reshape(output.size(0), 1, -1))
 
-    def _project(
-        self, hidden: Tensor, low_query: Tensor, angles: Tensor
-    ) -> tuple[
-        Float[Tensor, "local heads query"], Float[Tensor, "local heads query"], Float[Tensor, "local heads value"]
-    ]:
-        """Queries, keys and values of this rank's heads and tokens."""
-        shape = self.shape
-        low_kv, rotated_key = self.linear_kv_down_proj(hidden).split([shape.kv_rank, shape.rotated], dim=-1)
+    def _queries(self, low_query: Tensor, angles: Tensor) -> Float[Tensor, "local heads query"]:
+        """Of this rank's heads."""
         query, _ = self.linear_q_up_proj(low_query)
-        kv, _ = self.linear_kv_up_proj(self.kv_layernorm(low_kv))
-        # The up-projections do for their inputs what is done here for the key that all heads share.
-        if self.config.sequence_parallel:
-            rotated_key = gather_from_sequence_parallel_region(rotated_key, group=self.tensor_group)
-        else:
-            rotated_key = copy_to_tensor_model_parallel_region(rotated_key, group=self.tensor_group)
-        tokens = query.size(0)
-        query = query.view(tokens, self.heads, shape.query)
+        query = query.view(query.size(0), self.heads, self.shape.query)
+        plain, turned = query.split([self.shape.unrotated, self.shape.rotated], dim=-1)
+        return torch.cat([plain, rotate_pairs(turned, angles)], dim=-1)
+
+    def _keys_and_values(
+        self, low_kv: Tensor, rotated_key: Tensor, angles: Tensor, packing: Packing
+    ) -> tuple[Float[Tensor, "keys heads query"], Float[Tensor, "keys heads value"]]:
+        """Of this rank's heads, and of the tokens of all context-parallel ranks."""
+        shape = self.shape
+        kv, _ = self.linear_kv_up_proj(low_kv)
+        plain, value = kv.view(kv.size(0), self.heads, -1).split([shape.unrotated, shape.value], dim=-1)
+        rotated_key = self._for_own_heads(rotated_key)
+        turned = rotate_pairs(rotated_key.view(-1, 1, shape.rotated), angles).expand(-1, self.heads, -1)
+        return self._of_all_tokens(torch.cat([plain, turned], dim=-1), packing), self._of_all_tokens(value, packing)
+
+    def _latent(
+        self, query: Tensor, low_kv: Tensor, rotated_key: Tensor, angles: Tensor, packing: Packing
+    ) -> tuple[Float[Tensor, "local heads latent"], Float[Tensor, "keys 1 latent"]]:
+        """Queries, and the key of all heads, of ``kv_rank + rotated`` dimensions."""
+        shape = self.shape
         plain, turned = query.split([shape.unrotated, shape.rotated], dim=-1)
-        query = torch.cat([plain, rotate_pairs(turned, angles)], dim=-1)
-        plain, value = kv.view(tokens, self.heads, -1).split([shape.unrotated, shape.value], dim=-1)
-        turned = rotate_pairs(rotated_key.view(tokens, 1, shape.rotated), angles).expand(-1, self.heads, -1)
-        return query, torch.cat([plain, turned], dim=-1), value
+        query = torch.cat([torch.einsum("thn,hnr->thr", plain, self._up_projections()[0]), turned], dim=-1)
+        shared = self._for_own_heads(torch.cat([low_kv, rotated_key], dim=-1)).view(
+            -1, 1, shape.kv_rank + shape.rotated
+        )
+        plain, turned = shared.split([shape.kv_rank, shape.rotated], dim=-1)
+        return query, self._of_all_tokens(torch.cat([plain, rotate_pairs(turned, angles)], dim=-1), packing)
+
+    def _up_projections(self) -> tuple[Float[Tensor, "heads unrotated rank"], Float[Tensor, "heads value rank"]]:
+        """W_uk and W_uv of this rank's heads."""
+        weight = self.linear_kv_up_proj.weight.view(self.heads, -1, self.shape.kv_rank)
+        plain, value = weight.split([self.shape.unrotated, self.shape.value], dim=1)
+        return plain, value
+
+    def _for_own_heads(self, x: Tensor) -> Tensor:
+        """What all heads share, as an up-projection takes it: all tokens, and gradients summed over the ranks."""
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(x, group=self.tensor_group)
+        return copy_to_tensor_model_parallel_region(x, group=self.tensor_group)
+
+    def _of_all_tokens(self, x: Tensor, packing: Packing) -> Tensor:
+        if packing.gathered_order is None:
+            return x
+        gathered = gather_from_sequence_parallel_region(x.contiguous(), group=self.context_group)
+        return gathered.index_select(0, packing.gathered_order)
 
     def _select(self, indexer: Indexer, hidden: Tensor, low_query: Tensor, angles: Tensor, packing: Packing) -> None:
         """Leave the selection in the packing, for this layer and those that share it."""
@@ -182,16 +221,31 @@ class LatentAttention(MegatronModule):
                 training.add(self.selects, [index_scores(*r) for r in rows], masks)
 
 
-def attend(
+def attend_to_all(
     query: Float[Tensor, "rows heads queries dim"],
     key: Float[Tensor, "rows heads keys dim"],
     value: Float[Tensor, "rows heads keys value"],
     bucket: Bucket,
-    chosen: Int[Tensor, "rows queries top_k"] | None,
     scale: float,
 ) -> Float[Tensor, "rows heads queries value"]:
-    """Attention over the chosen positions of a bucket, or over all before a query."""
-    if chosen is None and bucket.mask is None:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
-    mask = attended(bucket, chosen, query.device).unsqueeze(1)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    """Attention over all positions up to a query's own."""
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=bucket.mask, is_causal=bucket.mask is None, scale=scale
+    )
+
+
+def attend_to_chosen(
+    query: Float[Tensor, "rows heads queries latent"],
+    key: Float[Tensor, "rows keys latent"],
+    bucket: Bucket,
+    chosen: Int[Tensor, "rows queries top_k"],
+    value: int,
+    scale: float,
+) -> Float[Tensor, "rows heads queries value"]:
+    """Attention over the chosen positions up to a query's own; a key's first ``value`` dimensions are its value."""
+    places = chosen.long()
+    if bucket.mask is None:
+        visible = places <= torch.arange(places.size(1), device=places.device)[:, None]
+    else:
+        visible = bucket.mask.squeeze(1).gather(-1, places)
+    return ChosenAttention.apply(query, key, places, visible, value, scale)

@@ -19,12 +19,15 @@ CASES = {
     "expert data": ("glm4_moe", ParallelConfig()),
     "expert and context": ("qwen3_moe", ParallelConfig(context=2, expert=2)),
     "pipeline": ("glm4_moe", ParallelConfig(pipeline=2)),
+    "interleaved": ("glm4_moe", ParallelConfig(pipeline=2, virtual_pipeline=2)),
     "latent, expert and sequence": ("glm_moe_dsa", ParallelConfig(tensor=2, sequence_parallel=True, expert=2)),
     "latent and context": ("glm_moe_dsa", ParallelConfig(context=2)),
     "latent and pipeline": ("glm_moe_dsa", ParallelConfig(pipeline=2)),
+    "latent and interleaved": ("glm_moe_dsa_pairs", ParallelConfig(pipeline=2, virtual_pipeline=2)),
 }
 """Name → model and layout of two ranks."""
-LAYERS = {"qwen3_moe": 2, "glm4_moe": 2, "glm_moe_dsa": 6}
+LAYERS = {"qwen3_moe": 2, "glm4_moe": 4, "glm_moe_dsa": 6, "glm_moe_dsa_pairs": 8}
+TOP_K = 5
 
 
 def train_indexer(worker, model_dir, trajectories):
@@ -50,6 +53,7 @@ def main(rank, ports, models, output):
         exported = {key: tensor.clone() for key, tensor in worker.export_weights()}
         logprobs = worker.logprobs(trajectories)
         replayed = worker.logprobs(with_routed_experts(trajectories, layers=LAYERS[model], experts=4, top_k=2))
+        topk = worker.topk_logprobs(trajectories, TOP_K)
         result, gradient = capture_update(worker, trajectories, Ratio())
         checkpoint = output / f"{model} checkpoint"
         if model not in saved:
@@ -63,7 +67,7 @@ def main(rank, ports, models, output):
         if rank == 0:
             torch.save(
                 {"exported": exported, "logprobs": logprobs, "result": result, "gradient": gradient, "after": after}
-                | {"indexer": indexer, "replayed": replayed},
+                | {"indexer": indexer, "replayed": replayed, "topk": topk},
                 output / f"{name}.pt",
             )
         worker.close()

@@ -24,6 +24,32 @@ COMMON = {
     "tie_word_embeddings": False,
 }
 QUERIES = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+
+
+def _dsa(*indexers):
+    """Of a layer each."""
+    return GlmMoeDsaConfig(
+        **COMMON,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_hidden_layers=len(indexers),
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        q_lora_rank=24,
+        kv_lora_rank=20,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=12,
+        v_head_dim=16,
+        index_topk=6,
+        indexer_rope_interleave=True,
+        index_n_heads=16,  # with few heads many scores are exactly 0, and the choice among them is open
+        index_head_dim=16,
+        indexer_types=list(indexers),
+    )
+
+
 MODELS = {
     "qwen3_moe": (
         Qwen3MoeForCausalLM,
@@ -53,7 +79,7 @@ MODELS = {
         Glm4MoeConfig(
             **COMMON,
             **QUERIES,
-            num_hidden_layers=2,
+            num_hidden_layers=4,
             n_routed_experts=4,
             num_experts_per_tok=2,
             n_shared_experts=1,
@@ -63,30 +89,9 @@ MODELS = {
             attention_bias=True,
         ),
     ),
-    "glm_moe_dsa": (
-        GlmMoeDsaForCausalLM,
-        GlmMoeDsaConfig(
-            **COMMON,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            num_hidden_layers=6,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_shared_experts=1,
-            first_k_dense_replace=1,
-            q_lora_rank=24,
-            kv_lora_rank=20,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=12,
-            v_head_dim=16,
-            index_topk=6,
-            indexer_rope_interleave=True,
-            index_n_heads=16,  # with few heads many scores are exactly 0, and the choice among them is open
-            index_head_dim=16,
-            # The first group is smaller than the others.
-            indexer_types=["full", "full", "shared", "full", "shared", "shared"],
-        ),
-    ),
+    # The first group is smaller than the others.
+    "glm_moe_dsa": (GlmMoeDsaForCausalLM, _dsa("full", "full", "shared", "full", "shared", "shared")),
+    "glm_moe_dsa_pairs": (GlmMoeDsaForCausalLM, _dsa(*("full", "shared") * 4)),
 }
 
 

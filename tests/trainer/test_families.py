@@ -50,7 +50,7 @@ def test_family_equals_hugging_face(family, session_worker, tmp_path):
 def test_layers_that_predict_further_ahead_are_kept_as_they_are(session_worker, tmp_path):
     save_model("glm4_moe", tmp_path / "hf")
     path = tmp_path / "hf" / "model.safetensors"
-    ahead = {"model.layers.2.eh_proj.weight": torch.randn(48, 96), "model.layers.2.enorm.weight": torch.randn(48)}
+    ahead = {"model.layers.4.eh_proj.weight": torch.randn(48, 96), "model.layers.4.enorm.weight": torch.randn(48)}
     save_file(load_file(path) | ahead, path, metadata={"format": "pt"})
     session_worker.load_model(tmp_path / "hf")
     session_worker.save_hf(tmp_path / "saved")

@@ -14,7 +14,7 @@ from rl.trainer.families.base import UnsupportedModelError
 from rl.trainer.model import read_hf_config, transformer_config
 from rollout.processes import free_port
 from tests.trainer.common import Ratio, assert_close, capture_update, make_trajectories, with_routed_experts
-from tests.trainer.family_ranks import CASES, LAYERS, train_indexer
+from tests.trainer.family_ranks import CASES, LAYERS, TOP_K, train_indexer
 from tests.trainer.models import save_model
 
 USED = sorted({model for model, _ in CASES.values()})
@@ -60,6 +60,7 @@ def test_layouts_of_a_family_compute_the_same(ranks, models, session_worker, mod
     original = load_file(models / model / "model.safetensors")
     logprobs = worker.logprobs(trajectories)
     replayed = worker.logprobs(with_routed_experts(trajectories, layers=LAYERS[model], experts=4, top_k=2))
+    topk = worker.topk_logprobs(trajectories, TOP_K)
     result, gradient = capture_update(worker, trajectories, Ratio())
     after = worker.update(trajectories, 0, Ratio()).grad_norm
     for name in (name for name, case in CASES.items() if case[0] == model):
@@ -68,6 +69,9 @@ def test_layouts_of_a_family_compute_the_same(ranks, models, session_worker, mod
         assert all(torch.equal(found["exported"][key], tensor) for key, tensor in original.items()), name
         for a, b in zip(found["logprobs"] + found["replayed"], logprobs + replayed, strict=True):
             assert abs(a - b).max() < 1e-5, name
+        for (found_best, found_ids), (best, ids) in zip(found["topk"], topk, strict=True):
+            assert abs(found_best - best).max() < 1e-5, name
+            assert (found_ids == ids).all(), name
         assert found["result"].loss == pytest.approx(result.loss, rel=1e-5), name
         assert found["result"].grad_norm == pytest.approx(result.grad_norm, rel=1e-5), name
         assert_close(found["gradient"], gradient, relative=5e-5)
@@ -96,7 +100,7 @@ def test_layouts_train_the_indexers_the_same(ranks, models, session_worker):
         (ParallelConfig(tensor=2), "sequence_parallel"),
         (ParallelConfig(expert=3), "number of experts 4"),
         (ParallelConfig(expert_tensor=3), "moe_intermediate_size 32"),
-        (ParallelConfig(pipeline=3), "num_hidden_layers 2"),
+        (ParallelConfig(pipeline=3), "num_hidden_layers 4"),
     ],
 )
 def test_layouts_that_do_not_divide_are_refused_by_name(models, parallel, message):
@@ -108,6 +112,7 @@ def test_layouts_that_do_not_divide_are_refused_by_name(models, parallel, messag
 def test_stages_that_cut_a_group_of_layers_are_refused(models):
     config = TrainerConfig(parallel=ParallelConfig(pipeline=3), world_size=3)
     with pytest.raises(
-        UnsupportedModelError, match="layer 2 begins a pipeline stage, but shares the indexer of layer 1"
+        UnsupportedModelError,
+        match=r"layer 2 begins a pipeline stage, but shares the indexer of layer 1.*virtual_pipeline in \[1, 2\]",
     ):
         transformer_config(read_hf_config(models / "glm_moe_dsa"), config)

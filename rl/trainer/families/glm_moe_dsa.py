@@ -35,6 +35,12 @@ def selecting_layer(hf: PretrainedConfig, layer: int) -> int:
     return having[-1]
 
 
+def _cut_groups(hf: PretrainedConfig, stages: int) -> list[int]:
+    """Layers that begin one of so many stages, but share another one's indexer."""
+    firsts = range(0, hf.num_hidden_layers, hf.num_hidden_layers // stages)
+    return [layer for layer in firsts if selecting_layer(hf, layer) != layer]
+
+
 class GlmMoeDsa(Family):
     architecture = "GlmMoeDsaForCausalLM"
     attends_in_rows = True
@@ -58,13 +64,16 @@ class GlmMoeDsa(Family):
 
     def check_layout(self, hf: PretrainedConfig, parallel: ParallelConfig) -> None:
         super().check_layout(hf, parallel)
-        for layer in range(0, hf.num_hidden_layers, hf.num_hidden_layers // parallel.stages):
-            if selecting_layer(hf, layer) != layer:
-                # Between stages travels the hidden state alone.
-                raise UnsupportedModelError(
-                    f"layer {layer} begins a pipeline stage, but shares the indexer of layer "
-                    f"{selecting_layer(hf, layer)}; with {parallel.stages} stages the groups are cut"
-                )
+        cut = _cut_groups(hf, parallel.stages)
+        if cut:
+            # Between stages travels the hidden state alone.
+            count = hf.num_hidden_layers
+            working = [n for n in range(1, count + 1) if count % n == 0 and not _cut_groups(hf, n)]
+            raise UnsupportedModelError(
+                f"layer {cut[0]} begins a pipeline stage, but shares the indexer of layer "
+                f"{selecting_layer(hf, cut[0])}; with {parallel.stages} stages the groups are cut, they are not with "
+                f"pipeline · virtual_pipeline in {working}"
+            )
 
     def rotary_dim(self, hf: PretrainedConfig) -> int:
         return hf.qk_rope_head_dim
