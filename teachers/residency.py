@@ -16,9 +16,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-
-class TierFullError(ValueError):
-    """A teacher does not fit: it is larger than the tier, or all that could make room is leased."""
+from teachers.errors import TierFullError
 
 
 @dataclass(frozen=True)
@@ -119,12 +117,3 @@ class Residency:
         if not self._leases[teacher]:
             raise KeyError(f"teacher {teacher} is not leased")
         self._leases[teacher] -= 1
-
-
-def scoring_order(prompts_by_teacher: Mapping[str, int], resident: frozenset[str]) -> list[str]:
-    """In which order a batch's teachers score: those that are resident first, so that the others load meanwhile.
-
-    Larger groups come first within each part, since they hide more of the next load; ties by name, so that all
-    data-parallel ranks agree.
-    """
-    return sorted(prompts_by_teacher, key=lambda name: (name not in resident, -prompts_by_teacher[name], name))

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teachers.residency import Admission, Residency, TierFullError, scoring_order
+from teachers.errors import TierFullError
+from teachers.residency import Admission, Residency
 
 NAMES = "abcde"
 TRACES = st.lists(st.sampled_from(NAMES), min_size=1, max_size=12)
@@ -97,8 +98,3 @@ def test_what_does_not_fit_is_refused_by_name():
     assert tier.need("b").evict == ("a",)
     with pytest.raises(KeyError, match="unknown teachers: \\['x'\\]"):
         tier.schedule("ax")
-
-
-def test_resident_teachers_score_first_and_ties_are_the_same_on_every_rank():
-    counts = {"d": 3, "a": 3, "b": 9, "c": 1}
-    assert scoring_order(counts, frozenset("cd")) == ["d", "c", "b", "a"]
