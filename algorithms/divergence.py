@@ -11,13 +11,14 @@ Rows are worked on a few at a time, so the only array of tokens × vocabulary ma
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
-from algorithms.types import TeacherView
+from algorithms.types import LogitRows, TeacherView
 
 CPU_ELEMENTS = 1 << 19
 ACCELERATOR_ELEMENTS = 1 << 26
@@ -26,11 +27,15 @@ SMALLEST = 1e-20
 
 
 def reverse_kl(
-    logits: Float[Tensor, "tokens vocab"], views: Sequence[TeacherView], trained: Bool[Tensor, " tokens"]
+    logits: Float[Tensor, "tokens vocab"] | LogitRows, views: Sequence[TeacherView], trained: Bool[Tensor, " tokens"]
 ) -> Float32[Tensor, " tokens"]:
     """KL_t at the trained tokens, 0 at the others (and where no teacher has a weight)."""
-    kl: Tensor = _ReverseKL.apply(logits, views, trained)
-    return kl
+    if isinstance(logits, Tensor):
+        kl: Tensor = _ReverseKL.apply(logits, views, trained)
+        return kl
+    rows = trained.nonzero().flatten()
+    values = logits.mapped(partial(_rows_kl, views), rows)
+    return values.new_zeros(len(trained)).index_copy(0, rows, values)
 
 
 class _ReverseKL(torch.autograd.Function):
@@ -40,7 +45,7 @@ class _ReverseKL(torch.autograd.Function):
         gradient = torch.zeros_like(logits)
         elements = CPU_ELEMENTS if logits.device.type == "cpu" else ACCELERATOR_ELEMENTS
         for rows in trained.nonzero().flatten().split(max(1, elements // logits.shape[1])):
-            kl[rows], slope = _rows_kl(logits[rows].float(), views, rows)
+            kl[rows], slope = _rows_kl(views, logits[rows].float(), rows)
             gradient[rows] = slope.to(logits.dtype)
         ctx.save_for_backward(gradient)
         return kl
@@ -52,18 +57,22 @@ class _ReverseKL(torch.autograd.Function):
 
 
 def _rows_kl(
-    logits: Float32[Tensor, "rows vocab"], views: Sequence[TeacherView], rows: Int[Tensor, " rows"]
+    views: Sequence[TeacherView], logits: Float32[Tensor, "rows vocab"], rows: Int[Tensor, " rows"]
 ) -> tuple[Float32[Tensor, " rows"], Float32[Tensor, "rows vocab"]]:
     logp = logits.log_softmax(1)
     p = logp.exp()
     total = torch.stack([view.weight[rows] for view in views]).sum(0).clamp(min=SMALLEST)
     kl, slope = torch.zeros_like(total), torch.zeros_like(p)
     for view in views:
-        log_gap = _log_gap(logp, p, view, rows)
-        view_kl = (p * log_gap).sum(1)
         share = view.weight[rows] / total
-        kl += share * view_kl
-        slope += share[:, None] * p * (log_gap - view_kl[:, None])
+        own = share.nonzero().flatten()  # the other rows' teachers may be large: they are not asked
+        if not len(own):
+            continue
+        share, own_p = share[own], p[own]
+        log_gap = _log_gap(logp[own], own_p, view, rows[own])
+        view_kl = (own_p * log_gap).sum(1)
+        kl.index_add_(0, own, share * view_kl)
+        slope.index_add_(0, own, share[:, None] * own_p * (log_gap - view_kl[:, None]))
     return kl, slope
 
 

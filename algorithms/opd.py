@@ -49,6 +49,8 @@ class Config(GroupConfig):
     """A truncated response was scored by its teacher like any other (default, ours)."""
     mode: Mode = Mode.SAMPLED
     """What is compared to the teachers: the sampled tokens, their top-k and a tail, or the whole vocabulary."""
+    top_k: int = Field(32, ge=1)
+    """k of the mode ``top_k`` (default, ours)."""
     correction: Correction = Correction.BOUNDED
     """How the sampled terms are corrected for the engine's policy: MOPD's bounded weight, or GRPO's clip and pop."""
     coefficient: float = Field(1.0, gt=0)
@@ -77,6 +79,7 @@ class OPD(GroupAlgorithm[Config]):
         super().__init__(config)
         needs = {Need.TEACHER_LOGPROBS} if config.mode == Mode.SAMPLED else {Need.LOGITS, Need.TEACHER_VIEWS}
         self.needs = self.needs | needs
+        self.teacher_top_k = config.top_k if config.mode == Mode.TOP_K else None
         if config.correction == Correction.CLIPPED:
             self.needs = self.needs | {Need.OLD_LOGPROBS}
 

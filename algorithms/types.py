@@ -13,9 +13,10 @@ that ``sum(loss over micro-batches)`` does not depend on the split.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int
@@ -92,11 +93,31 @@ class Targets:
     metrics: Metrics = field(default_factory=dict)
 
 
+RowFunction = Callable[
+    [Float[Tensor, "rows vocab"], Int[Tensor, " rows"]], tuple[Float32[Tensor, " rows"], Float32[Tensor, "rows vocab"]]
+]
+"""``(logits of these tokens, tokens) → (values, their slopes in the logits)``."""
+
+
+class LogitRows(Protocol):
+    """Logits that are computed a few tokens at a time, so that tokens × vocabulary never exist."""
+
+    def mapped(self, function: RowFunction, rows: Int[Tensor, " rows"]) -> Float32[Tensor, " rows"]:
+        """The function's values of these tokens, with the gradient that its slopes say."""
+        ...
+
+
+class LogprobRows(Protocol):
+    """Log-probs over the vocabulary, computed for the tokens that are asked for."""
+
+    def __getitem__(self, rows: Int[Tensor, " rows"]) -> Float32[Tensor, "rows vocab"]: ...
+
+
 @dataclass(frozen=True)
 class TeacherView:
     """What one teacher says of the next token, at every token of a micro-batch."""
 
-    logprobs: Float32[Tensor, "tokens k"]
+    logprobs: Float32[Tensor, "tokens k"] | LogprobRows
     """log π_T at the sampling temperature."""
     weight: Float32[Tensor, " tokens"]
     """Its share in the mix; 0 where the prompt is not its own. A token's shares are normalised by their sum."""
@@ -123,7 +144,7 @@ class LossInputs:
     old_logprobs: Float32[Tensor, " tokens"] | None = None
     ref_logprobs: Float32[Tensor, " tokens"] | None = None
     teacher_logprobs: Float32[Tensor, " tokens"] | None = None
-    logits: Float[Tensor, "tokens vocab"] | None = None
+    logits: Float[Tensor, "tokens vocab"] | LogitRows | None = None
     """Divided by the temperature; row t predicts token t."""
     teacher_views: Sequence[TeacherView] = ()
     sequence_log_ratio: Float32[Tensor, " tokens"] | None = None
@@ -178,6 +199,8 @@ class Algorithm(ABC):
     """Rollouts a prompt."""
     max_staleness: int | None = None
     """``prepare`` leaves out what lags the current weights by more versions; None where it takes everything."""
+    teacher_top_k: int | None = None
+    """k of the teachers' views; None where they cover the whole vocabulary."""
     drops_stale: bool = True
     """A rollout with one such token is left out whole; False where only those tokens are."""
 
