@@ -190,7 +190,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer", description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--budget", type=float, default=240.0, help="seconds after which no section begins")
+    parser.add_argument("--budget", type=float, default=225.0, help="seconds after which no section begins")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="PyTorch's, on the CPU")
     parser.add_argument("--profile", action="store_true", help="add the profiler's tables for the first shapes")
     options = parser.parse_args(arguments)

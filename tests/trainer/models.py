@@ -95,9 +95,10 @@ MODELS = {
 }
 
 
-def save_model(name, directory):
-    """Random weights, with biases and router biases that are not zero."""
+def save_model(name, directory, changes=None):
+    """Random weights, with biases and router biases that are not zero; ``changes`` of the config's settings."""
     build, config = MODELS[name]
+    config = type(config)(**(config.to_dict() | (changes or {})))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = build(config)

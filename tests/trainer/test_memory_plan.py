@@ -11,6 +11,7 @@ from rl.trainer.forward import lay_out
 from rl.trainer.memory_plan import ACTIVATION_TOLERANCE, MemoryPlanError, check_fits, describe, plan_memory
 from rl.trainer.model import read_hf_config
 from tests.trainer.common import make_trajectory
+from tests.trainer.models import MODELS, save_model
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -26,14 +27,10 @@ def test_state_is_exact(worker, model_dir, dtype):
     assert plan.optimizer == sum(tensor.nbytes for tensor in (*owned, *moments))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_activations_are_near(worker, model_dir, recompute):
-    tokens = 512
-    config = worker.config.model_copy(update={"recompute": recompute, "max_tokens_per_micro_batch": tokens})
-    worker.config = config
-    worker.load_model(model_dir)
+def kept_bytes(worker, tokens):
+    """What one sample's forward pass keeps for its backward pass."""
     batch = build_batch([make_trajectory(tokens)], 0)
-    layout = lay_out(take_samples(batch, [0]), config)
+    layout = lay_out(take_samples(batch, [0]), worker.config, worker.loaded.model.attends_in_rows)
     parameters = {p.untyped_storage().data_ptr() for p in worker.loaded.model.parameters()}
     held = {}
 
@@ -45,13 +42,32 @@ def test_activations_are_near(worker, model_dir, recompute):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         worker.loaded.module(layout.token_ids, None, None, packed_seq_params=layout.packing)
-    measured = sum(size for _, size in held.values())
+    return sum(size for _, size in held.values())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activations_are_near(worker, model_dir, recompute):
+    tokens = 512
+    config = worker.config.model_copy(update={"recompute": recompute, "max_tokens_per_micro_batch": tokens})
+    worker.config = config
+    worker.load_model(model_dir)
+    measured = kept_bytes(worker, tokens)
     (plan,) = plan_memory(read_hf_config(model_dir), config)
     if recompute:  # the plan has one layer's activations beside what is kept
         assert plan.activations > measured
         (whole,) = plan_memory(read_hf_config(model_dir), config.model_copy(update={"recompute": False}))
         measured += whole.activations / 4
     assert plan.activations == pytest.approx(measured, rel=ACTIVATION_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_of_every_family_are_near(worker, tmp_path, name):
+    tokens = 256
+    save_model(name, tmp_path)
+    worker.config = worker.config.model_copy(update={"max_tokens_per_micro_batch": tokens})
+    worker.load_model(tmp_path)
+    (plan,) = plan_memory(read_hf_config(tmp_path), worker.config)
+    assert plan.activations == pytest.approx(kept_bytes(worker, tokens), rel=ACTIVATION_TOLERANCE)
 
 
 BIG = Qwen3Config(
