@@ -44,6 +44,15 @@ class TierManager:
         self._images: dict[str, Tensor] = {}
         self._stats = TierStats()
 
+    @property
+    def in_hbm(self) -> frozenset[str]:
+        return self._hbm.resident
+
+    @property
+    def in_pinned(self) -> frozenset[str]:
+        """Beside those in GPU memory."""
+        return frozenset()
+
     def plan(self, schedule: Sequence[str]) -> None:
         self._hbm.schedule(schedule)
 
