@@ -138,13 +138,13 @@ class LatentAttention(MegatronModule):
         outputs = []
         for index, (bucket, chosen) in enumerate(zip(packing.buckets, selection, strict=True)):
             if chosen is None:
-                states = (bucket.queries.spread(query), bucket.keys.spread(key), bucket.keys.spread(value))
-                attended = bucket.queries.collect(attend_to_all(*states, bucket, self.scale))
+                all_three = (bucket.queries.spread(query), bucket.keys.spread(key), bucket.keys.spread(value))
+                output = bucket.queries.collect(attend_to_all(*all_three, bucket, self.scale))
             else:
-                states = (bucket.queries.spread(latent_query), bucket.keys.spread(latent_key).squeeze(1))
-                latent = attend_to_chosen(*states, bucket, chosen, self.shape.kv_rank, self.scale)
-                attended = torch.einsum("thr,hvr->thv", bucket.queries.collect(latent), self._up_projections()[1])
-            outputs.append(attended)
+                both = (bucket.queries.spread(latent_query), bucket.keys.spread(latent_key).squeeze(1))
+                latent = attend_to_chosen(*both, bucket, chosen, self.shape.kv_rank, self.scale)
+                output = torch.einsum("thr,hvr->thv", bucket.queries.collect(latent), self._up_projections()[1])
+            outputs.append(output)
             if training is not None:
                 both = bucket.queries.spread(query), bucket.keys.spread(key)
                 training.groups[self.selects].observe(index, *both, self.scale, self.tensor_group)
