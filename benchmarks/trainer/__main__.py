@@ -149,7 +149,8 @@ def _profile(shape: Shape, worker: sides.TrainerWorker, device: str) -> dict[str
         orders = ["self_cpu_time_total"]
         if device == "cuda":
             orders.insert(0, "self_device_time_total")
-            kernels = [event for event in averages if event.device_type == torch.autograd.DeviceType.CUDA]
+            on_device = torch.autograd.DeviceType.CUDA
+            kernels = [e for e in averages if e.device_type == on_device and not e.is_user_annotation]
             found["device_seconds"] = sum(event.self_device_time_total for event in kernels) / 1e6
             found["kernels"] = sum(event.count for event in kernels)
         tables = {order: averages.table(sort_by=order, row_limit=30, max_name_column_width=70) for order in orders}
