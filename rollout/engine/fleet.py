@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.engine.config import EngineConfig, command, environment
+from rollout.engine.config import EngineConfig
+from rollout.engine.launch import command, environment
 from rollout.engine.protocol import EngineError, Generation, Sampling
 from rollout.engine.routing import Router
 from rollout.engine.sglang import SGLangEngine, Timeouts

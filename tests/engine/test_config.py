@@ -3,12 +3,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rollout.engine.config import EngineConfig, command, environment
+from rollout.engine.config import EngineConfig
+from rollout.engine.launch import command, environment
 
 
 def options(config, **kwargs):
     line = command(config, Path("/models/m"), 7000, **kwargs)
-    assert line[1:3] == ["-m", "rollout.engine.cpu_launch"]
+    assert line[1:3] == ["-m", "rollout.engine.cpu_launch" if config.device == "cpu" else "sglang.launch_server"]
     flags = {}
     for part in line[3:]:
         if part.startswith("--"):
@@ -32,13 +33,16 @@ def test_cpu_command():
 
 def test_switches():
     config = EngineConfig(
-        context_length=128, prefix_cache=False, deterministic=True, extra_args={"page_size": 16, "enable-metrics": True}
+        context_length=128,
+        prefix_cache=False,
+        deterministic=True,
+        extra_args={"page_size": 16, "enable-mixed-chunk": True},
     )
     flags = options(config)
     assert flags["disable-radix-cache"] is True
     assert flags["enable-deterministic-inference"] is True
     assert flags["page-size"] == "16"
-    assert flags["enable-metrics"] is True
+    assert flags["enable-mixed-chunk"] is True
 
 
 def test_cuda_command_gives_each_server_its_gpus():

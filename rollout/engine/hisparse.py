@@ -1,0 +1,121 @@
+"""HiSparse: of a request's KV cache only a hot buffer stays on the GPU, all of it lies in pinned host memory.
+
+For models whose attention selects its tokens (DeepSeek Sparse Attention: DeepSeek V3.2, GLM-5). The constraints are
+those of SGLang 0.5.16 and 0.5.23 (``arg_groups/hisparse_hook.py``, ``mem_cache/sparsity/factory.py``,
+``managers/hisparse_coordinator.py``), where they show after the weights have been loaded, or as a crash under load.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+from pydantic import Field
+
+from rollout.engine.settings import Argument, Settings
+
+PAGE_TOKENS = 64
+"""Tokens a page of the KV pool of a DSA model has on CUDA."""
+KV_DTYPES = ("auto", "bfloat16", "fp8_e4m3")
+BACKENDS = {"bfloat16": ("flashmla_sparse",), "fp8_e4m3": ("flashmla_kv", "flashinfer_sparse_mla")}
+"""Attention kernels that read the hot buffers, by KV dtype."""
+EXCLUDED = {
+    "enable-mixed-chunk": "a batch that mixes prefill and decode has no hot buffers",
+    "disaggregation-decode-enable-radix-cache": "the decode server keeps no prefixes with HiSparse",
+    "enable-hierarchical-cache": "HiCache stands on the radix cache, which HiSparse forbids",
+    "speculative-adaptive": "the swap state has a fixed size",
+    "enable-kv-cache-sharding": "every rank holds all of a request's KV",
+}
+"""SGLang's arguments that HiSparse refuses, and why."""
+
+
+class HiSparseConfig(Settings):
+    """Sizes of the two tiers and of the kernel between them."""
+
+    device_buffer_size: int = Field(4096, gt=0)
+    """Tokens of a request that stay on the GPU, at least the model's top-k. Larger: fewer misses and fewer requests."""
+    host_to_device_ratio: int = Field(8, gt=0)
+    """Tokens of the host pool over tokens of the GPU's pool. The indexer's keys are on the GPU for all of them."""
+    swap_in_block_size: int = Field(512, gt=0, le=1024)
+    """Threads of a block of the kernel that fetches what is missing."""
+    top_k: int | None = Field(None, gt=0)
+    """Tokens that a layer attends to, for models that do not say; where one does, that counts (``index_topk``)."""
+
+    def arguments(self, top_k: int) -> dict[str, Argument]:
+        sizes = {
+            "top_k": top_k,
+            "device_buffer_size": self.device_buffer_size,
+            "host_to_device_ratio": self.host_to_device_ratio,
+            "swap_in_block_size": self.swap_in_block_size,
+        }
+        return {"enable-hisparse": True, "hisparse-config": json.dumps(sizes)}
+
+    @property
+    def buffer_tokens(self) -> int:
+        """GPU tokens that a running request holds once it is as long as its buffer: that and a page for new tokens."""
+        return self.device_buffer_size + PAGE_TOKENS
+
+
+def problems(
+    hisparse: HiSparseConfig, kv_dtype: str, max_running: int, max_total: int | None, extra: Mapping[str, Argument]
+) -> Iterator[str]:
+    """What in an engine's settings HiSparse can't run with, naming the settings to change.
+
+    Args:
+        extra: further arguments of SGLang's, names with dashes.
+    """
+    size = hisparse.device_buffer_size
+    if size % PAGE_TOKENS:
+        near = max(1, round(size / PAGE_TOKENS)) * PAGE_TOKENS
+        yield f"hisparse.device_buffer_size={size} is not a whole number of {PAGE_TOKENS}-token pages: set it to {near}"
+    if hisparse.top_k is not None and size < hisparse.top_k:
+        yield _too_small(size, f"hisparse.top_k={hisparse.top_k}")
+    if kv_dtype not in KV_DTYPES:
+        yield f"kv_dtype={kv_dtype} does not go with hisparse: set it to bfloat16 or fp8_e4m3, or hisparse to null"
+    for name, why in EXCLUDED.items():
+        if extra.get(name):
+            yield f"extra_args.{name} does not go with hisparse ({why}): drop the one or the other"
+    if int(extra.get("dcp-size", 1)) > 1:
+        yield "extra_args.dcp-size does not go with hisparse (its host pool is not split): set one of them to 1 or null"
+    if int(extra.get("speculative-eagle-topk", 1)) != 1:
+        yield "extra_args.speculative-eagle-topk must be 1 with hisparse (no trees of drafts): change one of the two"
+    yield from _backend_problems(kv_dtype, extra)
+    if max_total is not None and max_running * hisparse.buffer_tokens > max_total:
+        yield (
+            f"max_running_requests={max_running} hot buffers of {hisparse.buffer_tokens} tokens are "
+            f"{max_running * hisparse.buffer_tokens} tokens, more than max_total_tokens={max_total}; SGLang dies when "
+            f"one finds no room: set max_running_requests to {max_total // hisparse.buffer_tokens} at most, or raise "
+            "max_total_tokens"
+        )
+
+
+def model_problems(hisparse: HiSparseConfig, index_topk: int | None, model_type: str) -> Iterator[str]:
+    """What the model itself rules out."""
+    if index_topk is None:
+        yield f"hisparse: {model_type} attends to every token (no index_topk), there is nothing to swap: set it to null"
+        return
+    if hisparse.top_k is not None and hisparse.top_k != index_topk:
+        yield f"hisparse.top_k={hisparse.top_k}, but the model's index_topk={index_topk} counts: leave top_k out"
+    if hisparse.device_buffer_size < index_topk:
+        yield _too_small(hisparse.device_buffer_size, f"the model's index_topk={index_topk}")
+
+
+def _too_small(size: int, needed: str) -> str:
+    return f"hisparse.device_buffer_size={size} holds fewer tokens than {needed}: raise device_buffer_size"
+
+
+def _backend_problems(kv_dtype: str, extra: Mapping[str, Argument]) -> Iterator[str]:
+    for phase in ("prefill", "decode"):
+        name = f"dsa-{phase}-backend"
+        backend = extra.get(name)
+        fitting = [dtype for dtype, backends in BACKENDS.items() if backend in backends]
+        if backend is None or kv_dtype in fitting:
+            continue
+        if not fitting:
+            known = ", ".join(backend for backends in BACKENDS.values() for backend in backends)
+            yield f"extra_args.{name}={backend} can't read HiSparse's buffers: use one of {known}, or leave it out"
+        else:
+            yield (
+                f"extra_args.{name}={backend} reads {fitting[0]}, and kv_dtype={kv_dtype}: set kv_dtype so, or leave "
+                f"{name} out"
+            )
