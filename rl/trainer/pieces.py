@@ -16,7 +16,7 @@ The model's own weights are not among them where they are trained: they are the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -82,14 +82,7 @@ def state_pieces(models: Sequence[PolicyModel], optimizer: Optimizer) -> list[Pi
     Raises:
         KeyError: a trained parameter is not in the model's sharded state.
     """
-    places: dict[Tensor, list[ShardedTensor]] = {}
-    for model in models:
-        for value in model.sharded_state_dict().values():
-            if isinstance(value, ShardedTensorFactory):
-                built = value.build()
-                places[value.data] = list(built.values() if isinstance(built, dict) else built)
-            elif isinstance(value, ShardedTensor):
-                places[value.data] = [value]
+    places = _places(models)
     pieces: list[Piece] = []
     for shard in optimizer.shards:
         pieces.extend(_shard_pieces(shard, places.pop(shard.parameter)))
@@ -100,6 +93,29 @@ def state_pieces(models: Sequence[PolicyModel], optimizer: Optimizer) -> list[Pi
         for part in parts:
             pieces.extend(_pieces("model", part, part.data.detach(), 0, part.data.numel(), _first_replica(part)))
     return pieces
+
+
+def weight_pieces(models: Sequence[PolicyModel], saved: Container[str]) -> list[Piece]:
+    """The weights of models without an optimizer, as a checkpoint with these keys has them."""
+    pieces: list[Piece] = []
+    for parts in _places(models).values():
+        for part in parts:
+            prefix = "main" if f"main.{part.key}" in saved else "model"
+            pieces.extend(_pieces(prefix, part, part.data.detach(), 0, part.data.numel(), written=False))
+    return pieces
+
+
+def _places(models: Sequence[PolicyModel]) -> dict[Tensor, list[ShardedTensor]]:
+    """Where each tensor of these models lies in those of the whole model."""
+    places: dict[Tensor, list[ShardedTensor]] = {}
+    for model in models:
+        for value in model.sharded_state_dict().values():
+            if isinstance(value, ShardedTensorFactory):
+                built = value.build()
+                places[value.data] = list(built.values() if isinstance(built, dict) else built)
+            elif isinstance(value, ShardedTensor):
+                places[value.data] = [value]
+    return places
 
 
 def _shard_pieces(shard: Shard, parts: Sequence[ShardedTensor]) -> Iterator[Piece]:
