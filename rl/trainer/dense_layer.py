@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int32
 from torch import Tensor
 
-from rl.trainer import platform
+from rl.trainer import by_hand, platform
 from rl.trainer.compiled import compiled, vary_rows
 from rl.trainer.flash import flash_attention
 from rl.trainer.layer_graph import LayerGraphs
@@ -39,12 +39,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 def rms_norm(x: Float[Tensor, "*dims hidden"], weight: Float[Tensor, " hidden"], eps: float) -> Tensor:
     """Root-mean-square norm in fp32, scaled in the parameters' dtype, as the Hugging Face models do it."""
+    if by_hand.applies_to(x):
+        return by_hand.Norm.apply(x, weight, eps)
     return F.rms_norm(x.float(), (x.size(-1),), None, eps).to(x.dtype) * weight
 
 
 def _rotate(
     x: Float[Tensor, "tokens heads dim"], cos: Float[Tensor, "tokens dim"], sin: Float[Tensor, "tokens dim"]
 ) -> Float[Tensor, "tokens heads dim"]:
+    if by_hand.applies_to(x):
+        return by_hand.Rotation.apply(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
