@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from algorithms.types import Algorithm
 from rl.batch import RolloutKey
+from rl.teachers.teaching import TeacherSetup, Teaching
 from rl.trainer.actor import RankActor
 from rl.trainer.config import OptimizerConfig, TrainerConfig
 from rl.trainer.result import UpdateResult
@@ -110,9 +111,16 @@ class TrainerGroup:
         current_version: int,
         algorithm: Algorithm,
         dropped: Collection[RolloutKey] = (),
+        teaching: Teaching | None = None,
     ) -> UpdateResult:
         shared = ray.put(list(trajectories))  # once, not once a rank
-        return await self._call("update", shared, current_version, algorithm, list(dropped))
+        return await self._call("update", shared, current_version, algorithm, list(dropped), ray.put(teaching))
+
+    async def load_teachers(self, setup: TeacherSetup) -> str:
+        return await self._call("load_teachers", setup)
+
+    async def prefetch_teachers(self, counts: Mapping[str, int]) -> None:
+        await self._call("prefetch_teachers", dict(counts))
 
     async def logprobs(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
         return await self._call("logprobs", ray.put(list(trajectories)))

@@ -39,8 +39,8 @@ class UpdateResult:
     """Wall time of rank 0 by part."""
 
 
-COMPUTED_NEEDS = frozenset({Need.OLD_LOGPROBS})
-"""What an update computes for an algorithm."""
+COMPUTED_NEEDS = frozenset({Need.OLD_LOGPROBS, Need.TEACHER_LOGPROBS, Need.TEACHER_VIEWS, Need.LOGITS})
+"""What an update computes for an algorithm; the teachers' part where teachers are loaded."""
 
 
 class NonFiniteUpdateError(ArithmeticError):

@@ -28,6 +28,7 @@ from algorithms.metrics import Max, Mean, Metric, Sum, merge_metrics
 from algorithms.types import Algorithm, LossInputs, Need, Targets
 from rl.batch import RolloutKey, SampleTokens, TrainBatch, build_batch, loss_inputs, plan_micro_batches
 from rl.stopwatch import Stopwatch
+from rl.teachers.teaching import TeacherSetup, Teaching
 from rl.trainer import platform
 from rl.trainer.config import OptimizerConfig, TrainerConfig
 from rl.trainer.result import COMPUTED_NEEDS, MissingInputError, NonFiniteUpdateError, UpdateResult
@@ -45,10 +46,13 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 
+from rl.teachers.passes import View, run_distribution_passes
+from rl.teachers.scorer import Scored, TeacherScorer
 from rl.trainer import convert
 from rl.trainer.checkpoint import Checkpoints
 from rl.trainer.collective import gather_objects, on_every_rank, on_rank_zero
 from rl.trainer.cost import balance_length
+from rl.trainer.distributions import PolicyLogits
 from rl.trainer.forward import batch_logprobs, batch_topk, run_passes
 from rl.trainer.indexer_update import update_indexer
 from rl.trainer.memory_plan import check_fits, describe, plan_memory
@@ -56,6 +60,7 @@ from rl.trainer.model import PolicyModel, build_chunks, read_hf_config
 from rl.trainer.offload import Offload
 from rl.trainer.optimizer import Optimizer
 
+TEACHER_NEEDS = frozenset({Need.TEACHER_LOGPROBS, Need.TEACHER_VIEWS, Need.LOGITS})
 LOSS, GAP_MAX, GAP_MEAN = "_loss", "_gap_max", "_gap_mean"
 """Metrics that are merged with the algorithm's and become fields of the result."""
 
@@ -106,9 +111,12 @@ class TrainerWorker:
         )
         self._checkpoints = Checkpoints(config.timeout_s)
         self._offload = Offload()
+        self._teachers: TeacherScorer | None = None
 
     def close(self) -> None:
         try:
+            if self._teachers is not None:
+                self._teachers.close()
             self._checkpoints.close()
         finally:
             self._offload.close()
@@ -148,6 +156,19 @@ class TrainerWorker:
         on_every_rank(lambda: check_fits(part, platform.device_bytes(), ranks, f"{platform.device()} memory"))
         return describe(plan)
 
+    def load_teachers(self, setup: TeacherSetup) -> str:
+        """Import the teachers that the store lacks, and open the tiers; returns a line that says so. A collective of
+        all ranks."""
+        if self._teachers is not None:
+            self._teachers.close()
+        self._teachers = TeacherScorer(setup, self.config, self.loaded.hf.vocab_size)
+        return self._teachers.describe()
+
+    def prefetch_teachers(self, counts: Mapping[str, int]) -> None:
+        """See ``TeacherScorer.prefetch``. No collective."""
+        if self._teachers is not None:
+            self._teachers.prefetch(counts)
+
     def set_optimizer(self, options: OptimizerConfig, total_steps: int) -> None:
         """Begin a phase of ``total_steps`` updates: fresh moments, and the learning rate from its start."""
         if total_steps < 1:
@@ -170,12 +191,14 @@ class TrainerWorker:
         current_version: int,
         algorithm: Algorithm,
         dropped: Collection[RolloutKey] = (),
+        teaching: Teaching | None = None,
     ) -> UpdateResult:
         """One optimizer step on one global batch. A collective of all ranks.
 
         Args:
             current_version: version of the weights before this step.
             dropped: rollouts, as ``(group_id, sample_id)``, that are only kept for their group's baseline.
+            teaching: the teachers of each trajectory, for an algorithm that needs them.
 
         Raises:
             MissingInputError: the algorithm needs something that this trainer does not compute.
@@ -189,6 +212,11 @@ class TrainerWorker:
             batch = build_batch(trajectories, current_version, dropped)
         with watch.phase("logprobs"):
             batch = self._with_needs(batch, algorithm)
+        scored = None
+        if algorithm.needs & TEACHER_NEEDS:
+            with watch.phase("teachers"):
+                scored = self._score(trajectories, batch, algorithm, teaching)
+                batch = _replace_rollout(batch, teacher_logprobs=scored.logprobs)
         with watch.phase("prepare"):
             targets = algorithm.prepare(batch.rollout)
             trained = _samples_with(targets.weights != 0, batch)
@@ -196,7 +224,7 @@ class TrainerWorker:
                 raise ValueError(f"{name}: none of {batch.rollout.samples} samples has a trained token")
             micro_batches, tokens = self.plan(batch, trained)
         with watch.phase("passes"):
-            report = self._passes(batch, targets, micro_batches, algorithm)
+            report = self._passes(batch, targets, micro_batches, algorithm, scored)
         loss, gap_max, gap_mean = (_pop(report, name) for name in (LOSS, GAP_MAX, GAP_MEAN))
         facts = f"{name}: loss {loss}, lr {lr}, {len(trained)} samples, {tokens} tokens"
         if loss is None or not math.isfinite(loss):
@@ -214,7 +242,7 @@ class TrainerWorker:
             logprob_gap_max=gap_max,
             logprob_gap_mean=gap_mean,
             gradient_digest=digest,
-            metrics=merge_metrics([targets.metrics, report]),
+            metrics=merge_metrics([targets.metrics, report, scored.metrics if scored else {}]),
             grad_norm=grad_norm,
             lr=lr,
             samples=len(trained),
@@ -238,18 +266,38 @@ class TrainerWorker:
     def _with_needs(self, batch: TrainBatch, algorithm: Algorithm) -> TrainBatch:
         missing = sorted(algorithm.needs - COMPUTED_NEEDS)
         if missing:
-            raise MissingInputError(f"{type(algorithm).__name__} needs {missing}; this trainer computes old_logprobs")
+            raise MissingInputError(
+                f"{type(algorithm).__name__} needs {missing}; this trainer computes {sorted(COMPUTED_NEEDS)}"
+            )
         if Need.OLD_LOGPROBS not in algorithm.needs:
             return batch
+        logprobs, _ = batch_logprobs(self.loaded.modules, batch, self._plan_usable(batch), self.config)
+        return _replace_rollout(batch, old_logprobs=logprobs)
+
+    def _plan_usable(self, batch: TrainBatch) -> list[list[int]]:
+        """This data-parallel rank's micro-batches of the samples that may be trained on."""
         rollout = batch.rollout
         usable = (rollout.valid & ~rollout.dropped)[rollout.rollout]
         samples = _samples_with(rollout.action_mask & usable[rollout.sample_of_token()], batch)
-        micro_batches, _ = self.plan(batch, samples)
-        logprobs, _ = batch_logprobs(self.loaded.modules, batch, micro_batches, self.config)
-        return dataclasses.replace(batch, rollout=dataclasses.replace(rollout, old_logprobs=logprobs))
+        return self.plan(batch, samples)[0]
+
+    def _score(
+        self, trajectories: Sequence[Trajectory], batch: TrainBatch, algorithm: Algorithm, teaching: Teaching | None
+    ) -> Scored:
+        if self._teachers is None or teaching is None:
+            raise MissingInputError(
+                f"{type(algorithm).__name__} needs teachers: call load_teachers, and give update each batch's teaching"
+            )
+        view = View(algorithm.teacher_top_k) if Need.TEACHER_VIEWS in algorithm.needs else None
+        return self._teachers.score(trajectories, batch, teaching, view, self._plan_usable)
 
     def _passes(
-        self, batch: TrainBatch, targets: Targets, micro_batches: list[list[int]], algorithm: Algorithm
+        self,
+        batch: TrainBatch,
+        targets: Targets,
+        micro_batches: list[list[int]],
+        algorithm: Algorithm,
+        scored: Scored | None,
     ) -> dict[str, Metric]:
         """Leave the summed gradient in the model; returns the metrics of all ranks."""
         loaded = self.loaded
@@ -257,8 +305,12 @@ class TrainerWorker:
         parts: list[Mapping[str, Metric]] = []
         numbers: list[Tensor] = []
 
-        def loss(taken: SampleTokens, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        views = scored.views if scored else None
+
+        def loss(taken: SampleTokens, logprobs: Tensor, entropy: Tensor, logits: PolicyLogits | None = None) -> Tensor:
             inputs = loss_inputs(batch.rollout, targets, taken, logprobs, entropy)
+            if views is not None:
+                inputs = dataclasses.replace(inputs, logits=logits, teacher_views=views.of(taken))
             output = algorithm.loss(inputs)
             current = batch.rollout.weight_versions[taken.index] == batch.rollout.current_version
             own = inputs.action_mask & current.to(logprobs.device, non_blocking=True)
@@ -266,7 +318,8 @@ class TrainerWorker:
             numbers.append(_pass_numbers(output.loss, inputs, own))
             return output.loss
 
-        run_passes(loaded.modules, batch, micro_batches, self.config, loss, backward=True)
+        passes = run_passes if views is None else run_distribution_passes
+        passes(loaded.modules, batch, micro_batches, self.config, loss, backward=True)
         if numbers:
             parts += [_pass_metrics(*row) for row in torch.stack(numbers).tolist()]
         # The ranks of one tensor- and context-parallel group computed the same numbers; only the last stage has any.
@@ -407,6 +460,10 @@ def _gradient_digest(optimizer: Optimizer) -> int:
         mine.update(part.cpu().contiguous().view(torch.uint8).numpy())
     everyone = xxhash.xxh3_64(repr(gather_objects(mine.hexdigest())).encode())
     return everyone.intdigest() & (2**53 - 1)
+
+
+def _replace_rollout(batch: TrainBatch, **changes: Tensor) -> TrainBatch:
+    return dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, **changes))
 
 
 def _samples_with(tokens: Tensor, batch: TrainBatch) -> list[int]:
