@@ -1,39 +1,18 @@
-"""Ways in which one version's weights reach the engines. Collectives (NCCL) and CUDA IPC fit the same protocol."""
+"""Ways in which one version's weights reach the engines: the protocol, tensors over HTTP, and a directory.
+
+Handles to a GPU's memory are in ``ipc``, broadcasts in ``collective``, changes alone in ``delta``.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from rl.weights.serialize import Bucket, check_complete, directory_shapes
-from rollout.engine.protocol import EngineError
-
-Result = TypeVar("Result")
-
-
-class WeightTarget(Protocol):
-    """An engine that takes new weights. Every call raises ``EngineError`` and has a timeout."""
-
-    @property
-    def url(self) -> str: ...
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def weight_version(self) -> int: ...
-
-    async def begin_weight_update(self) -> None: ...
-
-    async def update_weights_from_tensors(self, payloads: Sequence[str], version: int | None) -> None: ...
-
-    async def end_weight_update(self) -> None: ...
-
-    async def update_weights_from_disk(self, directory: str, version: int) -> None: ...
+from rl.weights.target import WeightTarget, in_session, on_all
 
 
 class Transport(Protocol):
@@ -48,30 +27,22 @@ class Transport(Protocol):
         """Called before anything is paused. Raises ValueError where the weights do not fit the model."""
         ...
 
-    async def load(self, engines: Sequence[WeightTarget], version: int) -> None:
-        """Load them into paused engines, all at once, and drop their cached prefixes. May be called again after it
-        failed.
+    async def prepare(self, engines: Sequence[WeightTarget], version: int) -> None:
+        """Bring near the engines, while they still generate, what can be; may do nothing.
 
         Raises:
             EngineError: naming every engine that failed.
         """
         ...
 
+    async def load(self, engines: Sequence[WeightTarget], version: int, flush: bool) -> None:
+        """Load them into paused engines, all at once, and drop their cached prefixes if ``flush``. May be called again
+        after it failed.
 
-async def on_all(engines: Iterable[WeightTarget], call: Callable[[WeightTarget], Awaitable[Result]]) -> list[Result]:
-    """Call all engines together and wait for every one, also when one fails: none is left busy behind our back.
-
-    Raises:
-        EngineError: with the messages of all that failed.
-    """
-    results = await asyncio.gather(*(call(engine) for engine in engines), return_exceptions=True)
-    failures = [result for result in results if isinstance(result, BaseException)]
-    for failure in failures:
-        if not isinstance(failure, EngineError):
-            raise failure
-    if failures:
-        raise EngineError("; ".join(map(str, failures))) from failures[0]
-    return [result for result in results if not isinstance(result, BaseException)]
+        Raises:
+            EngineError: naming every engine that failed.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -89,43 +60,27 @@ class TensorTransport:
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         check_complete(self.buckets, expected)
 
-    async def load(self, engines: Sequence[WeightTarget], version: int) -> None:
-        begun: list[WeightTarget] = []
-        failures: list[EngineError] = []
+    async def prepare(self, engines: Sequence[WeightTarget], version: int) -> None:
+        """Nothing: an engine takes tensors only to load them."""
 
-        async def begin(engine: WeightTarget) -> None:
-            await engine.begin_weight_update()
-            begun.append(engine)
+    async def load(self, engines: Sequence[WeightTarget], version: int, flush: bool) -> None:
+        await in_session(engines, functools.partial(self._send, engines, version, flush))
 
-        try:
-            await on_all(engines, begin)
-            await self._send(engines, version)
-        except EngineError as error:
-            failures.append(error)
-        # Also after a failure: an update left open would make the engine refuse the next attempt.
-        try:
-            await on_all(begun, lambda engine: engine.end_weight_update())
-        except EngineError as error:
-            failures.append(error)
-        if failures:
-            raise EngineError("; ".join(map(str, failures))) from failures[0]
-
-    async def _send(self, engines: Sequence[WeightTarget], version: int) -> None:
+    async def _send(self, engines: Sequence[WeightTarget], version: int, flush: bool) -> None:
         for index, bucket in enumerate(self.buckets):
             payloads = [bucket.payload] * self.tensor_parallel
             # An engine counts as updated with the last bucket, not before.
             said = version if index == len(self.buckets) - 1 else None
-            send = functools.partial(_send_bucket, payloads=payloads, version=said)
-            await on_all(engines, send)
+            await on_all(engines, functools.partial(_send_bucket, payloads=payloads, version=said, flush=flush))
 
 
-async def _send_bucket(engine: WeightTarget, payloads: Sequence[str], version: int | None) -> None:
-    await engine.update_weights_from_tensors(payloads, version)
+async def _send_bucket(engine: WeightTarget, payloads: Sequence[str], version: int | None, flush: bool) -> None:
+    await engine.update_weights_from_tensors(payloads, version, flush, flat=False)
 
 
 @dataclass(frozen=True)
 class DiskTransport:
-    """An HF directory that every engine can read."""
+    """An HF directory that every engine can read, on a disk or in shared memory."""
 
     directory: Path
 
@@ -141,5 +96,9 @@ class DiskTransport:
             raise ValueError(str(error)) from error
         check_complete([Bucket(found, payload="", nbytes=0)], expected)
 
-    async def load(self, engines: Sequence[WeightTarget], version: int) -> None:
-        await on_all(engines, lambda engine: engine.update_weights_from_disk(str(self.directory.resolve()), version))
+    async def prepare(self, engines: Sequence[WeightTarget], version: int) -> None:
+        """Nothing: the engines read it themselves."""
+
+    async def load(self, engines: Sequence[WeightTarget], version: int, flush: bool) -> None:
+        directory = str(self.directory.resolve())
+        await on_all(engines, lambda engine: engine.update_weights_from_disk(directory, version, flush))

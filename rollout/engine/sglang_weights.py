@@ -1,32 +1,140 @@
-"""The calls that publishing weights to a running SGLang server needs."""
+"""The calls that publishing weights to a running SGLang server, and sharing its GPU, need.
+
+What a server can do is read once from what it says of itself (``/server_info`` and the list of its routes): 0.5.16 has
+no update sessions, does not say which weights sampled a token of a request that lived through an update, and dies when
+a cache is to be flushed while retracted requests wait. 0.5.23 does all three.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from rollout.engine.protocol import EngineError
-from rollout.engine.sglang_http import SGLangConnection, Timeouts
+from rollout.engine.sglang_http import Connection, Timeouts
 
 UPDATE_IS_OPEN = "session is already open"
+IDLE_POLL_S = 0.02
+IDLE_READINGS = 2
+"""In a row: the first may fall between the last token and the end of its batch."""
 
 
-class SGLangWeights(SGLangConnection):
-    """Implements ``rl.weights.transports.WeightTarget``."""
+class PauseMode(enum.StrEnum):
+    """What becomes of the requests in flight when a server is paused."""
+
+    RETRACT = "retract"  # they lose their KV cache and go on after the resume, prefilled again: exact
+    IN_PLACE = "in_place"  # they keep it: new weights on old KV
+    ABORT = "abort"  # they return what they have, and whoever sent them sends them again with that as prefix
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What a server can do, by what it says of itself."""
+
+    version: str
+    sessions: bool
+    """Updates stand between ``begin`` and ``end``; such a server also tells the version of every token, and flushes
+    while retracted requests wait."""
+    hisparse: bool
+    memory_saver: bool
+    """Its memory can be released and taken back."""
+    tensor_parallel: int
+
+
+@dataclass(frozen=True)
+class BucketShape:
+    """What lies one after another in a flat bucket."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class UpdateGroup:
+    """A process group in which rank 0 sends weights."""
+
+    address: str
+    port: int
+    world_size: int
+    name: str
+    backend: str
+
+
+class SGLangWeights(Connection):
+    """Implements ``rl.weights.target.WeightTarget``, and its sleeping."""
 
     def __init__(self, url: str, timeouts: Timeouts | None = None) -> None:
         super().__init__(url, timeouts)
         self.paused = False
         """Whether we have paused it."""
+        self._open = asyncio.Event()
+        self._open.set()
+        self._abilities: Abilities | None = None
 
-    async def pause(self) -> None:
-        """Stop generating; requests in flight lose their KV cache, are kept, and go on after ``resume``."""
-        await self._control("/pause_generation", {"mode": "retract"})
+    async def abilities(self) -> Abilities:
+        """Asked for once."""
+        if self._abilities is None:
+            info = await self._call("GET", "/server_info", None, self._timeouts.control_s)
+            routes = await self._call("GET", "/openapi.json", None, self._timeouts.control_s)
+            with self._answer_errors("/server_info"):
+                self._abilities = Abilities(
+                    version=str(info["version"]),
+                    sessions="/begin_weight_update" in routes["paths"],
+                    hisparse=bool(info.get("enable_hisparse", False)),
+                    memory_saver=bool(info.get("enable_memory_saver", False)),
+                    tensor_parallel=int(info["tp_size"]),
+                )
+        return self._abilities
+
+    async def pause(self, mode: PauseMode = PauseMode.RETRACT) -> None:
+        """Stop generating. Requests that come later wait for ``resume``.
+
+        With ``ABORT`` all that was in flight has come back when this returns (SGLang alone looks for that once a
+        second).
+        """
+        if mode is PauseMode.ABORT:
+            self._open.clear()
+            await self._control("/abort_request", {"rid": "", "abort_all": True})
+            await self.until_idle()
+        await self._control("/pause_generation", {"mode": str(mode)})
         self.paused = True
 
     async def resume(self) -> None:
         """Go on generating. A retracted request is prefilled again, by the weights that are there then."""
         await self._control("/continue_generation", {"torch_empty_cache": False})
         self.paused = False
+        self._open.set()
+
+    async def until_open(self) -> None:
+        """Until requests may be sent: one sent while all are being aborted would be aborted, too, and cost a second."""
+        if self._open.is_set():
+            return
+        try:
+            async with asyncio.timeout(self._timeouts.request_s):
+                await self._open.wait()
+        except TimeoutError as error:
+            raise EngineError(f"{self.url} was still paused after {self._timeouts.request_s:g} s") from error
+
+    async def until_idle(self, waiting: bool = True) -> None:
+        """Until nothing runs or, if ``waiting``, waits."""
+        readings = 0
+        try:
+            async with asyncio.timeout(self._timeouts.control_s):
+                while readings < IDLE_READINGS:
+                    answer = await self._call("GET", "/v1/loads", None, self._timeouts.control_s)
+                    with self._answer_errors("/v1/loads"):
+                        busy = sum(
+                            load["num_running_reqs"] + (load["num_waiting_reqs"] if waiting else 0)
+                            for load in answer["loads"]
+                        )
+                    readings = 0 if busy else readings + 1
+                    await asyncio.sleep(IDLE_POLL_S)
+        except TimeoutError as error:
+            raise EngineError(f"{self.url} was not idle within {self._timeouts.control_s:g} s") from error
 
     async def flush(self) -> None:
         """Forget all cached prefixes, and free the device's cached memory (0.5 s: an update flushes by itself, without
@@ -40,7 +148,9 @@ class SGLangWeights(SGLangConnection):
             return int(info["weight_version"])
 
     async def begin_weight_update(self) -> None:
-        """Open an update. One that a failed publication left open is closed first."""
+        """Open an update, where there is such a thing; one that a failed publication left open is closed first."""
+        if not (await self.abilities()).sessions:
+            return
         try:
             await self._control("/begin_weight_update", {})
         except EngineError as error:
@@ -51,23 +161,82 @@ class SGLangWeights(SGLangConnection):
 
     async def end_weight_update(self) -> None:
         """Close the update: what SGLang derives from the weights is made anew."""
-        await self._control("/end_weight_update", {})
+        if (await self.abilities()).sessions:
+            await self._control("/end_weight_update", {})
 
-    async def update_weights_from_tensors(self, payloads: Sequence[str], version: int | None) -> None:
+    async def update_weights_from_tensors(
+        self, payloads: Sequence[str], version: int | None, flush: bool = True, flat: bool = False
+    ) -> None:
         """Load one bucket, between ``begin_weight_update`` and ``end_weight_update``.
 
         Args:
-            payloads: base64 of SGLang's serialised named tensors, one for each tensor-parallel rank.
-            version: the weights' version, with the last bucket, after which all cached prefixes are forgotten; None
-                before.
+            payloads: base64 of SGLang's serialised tensors, one for each tensor-parallel rank.
+            version: the weights' version, with the last bucket; None before.
+            flush: forget all cached prefixes with the last bucket.
+            flat: the payloads are one flat tensor and what lies in it, not a list of named tensors.
         """
-        body = {"serialized_named_tensors": list(payloads), "flush_cache": version is not None}
-        await self._control("/update_weights_from_tensor", body | _version_field(version))
+        body: dict[str, Any] = {"serialized_named_tensors": list(payloads)}
+        if flat:
+            body["load_format"] = "flattened_bucket"
+        await self._control("/update_weights_from_tensor", body | _stamp(version, flush))
 
-    async def update_weights_from_disk(self, directory: str, version: int) -> None:
-        """Load an HF directory that the server can read, and forget all cached prefixes. No begin or end around it."""
-        await self._control("/update_weights_from_disk", {"model_path": directory} | _version_field(version))
+    async def update_weights_from_disk(self, directory: str, version: int, flush: bool = True) -> None:
+        """Load an HF directory that the server can read. No begin or end around it."""
+        # The format is said: a server that was started with dummy weights would make new ones.
+        body = {"model_path": directory, "load_format": "auto"}
+        await self._control("/update_weights_from_disk", body | _stamp(version, flush))
+
+    async def join_update_group(self, group: UpdateGroup, rank: int) -> None:
+        """Join as ranks ``rank`` and following, one for each tensor-parallel rank; returns when all have joined."""
+        body = {
+            "master_address": group.address,
+            "master_port": group.port,
+            "rank_offset": rank,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        await self._control("/init_weights_update_group", body)
+
+    async def leave_update_group(self, name: str) -> None:
+        await self._control("/destroy_weights_update_group", {"group_name": name})
+
+    async def update_weights_from_group(
+        self, name: str, bucket: BucketShape, version: int | None, flush: bool = True
+    ) -> None:
+        """Load the flat bucket that rank 0 of a group sends; between ``begin`` and ``end`` as with tensors."""
+        body = {
+            "group_name": name,
+            "names": list(bucket.names),
+            "dtypes": list(bucket.dtypes),
+            "shapes": [list(shape) for shape in bucket.shapes],
+            "load_format": "flattened_bucket",
+        }
+        await self._control("/update_weights_from_distributed", body | _stamp(version, flush))
+
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        """Give the memory of ``kv_cache`` or ``weights`` back to the device; their content is lost.
+
+        Raises:
+            EngineError: also, before SGLang is asked (which would do nothing, or die), where the server was started
+                without ``enable-memory-saver`` or has requests.
+        """
+        able = await self.abilities()
+        if not able.memory_saver:
+            raise EngineError(
+                f"{self.url} was started without enable-memory-saver, so its memory cannot be released; set it in the "
+                "engine's config"
+            )
+        await self.until_idle(waiting=not (able.sessions and self.paused))  # retracted ones hold no memory
+        await self._control("/release_memory_occupation", {"tags": list(tags)})
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        """Take back what ``release_memory`` gave; weights must be loaded, and the KV cache is empty."""
+        await self._control("/resume_memory_occupation", {"tags": list(tags)})
 
 
-def _version_field(version: int | None) -> dict[str, str]:
-    return {} if version is None else {"weight_version": str(version)}
+def _stamp(version: int | None, flush: bool) -> dict[str, Any]:
+    """Only the last bucket says a version, and only it flushes."""
+    if version is None:
+        return {"flush_cache": False}
+    return {"flush_cache": flush, "weight_version": str(version)}

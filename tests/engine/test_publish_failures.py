@@ -12,7 +12,11 @@ from rl.weights.publisher import Fallback, PublishError, publish
 from rl.weights.serialize import directory_shapes, make_buckets
 from rl.weights.transports import TensorTransport
 from rollout.engine.protocol import EngineError
+from rollout.engine.sglang_weights import Abilities, PauseMode
 
+NEW = Abilities("0.5.23", sessions=True, hisparse=False, memory_saver=False, tensor_parallel=1)
+OLDER = Abilities("0.5.16", sessions=False, hisparse=False, memory_saver=False, tensor_parallel=1)
+HISPARSE = Abilities("0.5.23", sessions=True, hisparse=True, memory_saver=False, tensor_parallel=1)
 SHAPES = {"a": (4,), "b": (2, 2)}
 
 
@@ -23,8 +27,12 @@ def weights(value: float) -> TensorTransport:
 class ScriptedEngine:
     """Remembers each tensor's value. ``fails`` counts down: so many calls of that name are refused."""
 
+    able = NEW
+
     def __init__(self, url: str, **fails: int) -> None:
         self.url = url
+        self.mode: PauseMode | None = None
+        self.flushed = False
         self.fails = fails
         self.paused = False
         self.updating = False
@@ -39,9 +47,13 @@ class ScriptedEngine:
             self.fails[name] -= 1
             raise EngineError(f"{self.url} refused {name}")
 
-    async def pause(self) -> None:
+    async def abilities(self) -> Abilities:
+        return self.able
+
+    async def pause(self, mode: PauseMode) -> None:
         await self._called("pause")
         self.paused = True
+        self.mode = mode
 
     async def resume(self) -> None:
         await self._called("resume")
@@ -56,20 +68,21 @@ class ScriptedEngine:
         self.updating = True
         self.loaded = {}
 
-    async def update_weights_from_tensors(self, payloads: Sequence[str], version: int | None) -> None:
+    async def update_weights_from_tensors(
+        self, payloads: Sequence[str], version: int | None, flush: bool, flat: bool
+    ) -> None:
+        assert not flat
         assert self.paused
         assert self.updating
         await self._called("update")
         for name, tensor in pickle.loads(base64.b64decode(payloads[0])):
             self.loaded[name] = float(tensor.mean())
         self.version = self.version if version is None else version
+        self.flushed = version is not None and flush
 
     async def end_weight_update(self) -> None:
         await self._called("end")
         self.updating = False
-
-    async def update_weights_from_disk(self, directory: str, version: int) -> None:
-        raise NotImplementedError
 
     def holds(self, value: float) -> bool:
         return self.loaded == dict.fromkeys(SHAPES, value)
@@ -91,6 +104,36 @@ def test_both_are_updated_between_pause_and_resume():
         assert engine.version == 1
         assert not engine.paused
         assert engine.calls == ["pause", "begin", "update", "update", "end", "weight_version", "resume"]
+
+
+@pytest.mark.parametrize(
+    ("able", "in_flight", "mode", "flushed"),
+    [
+        (NEW, "exact", PauseMode.RETRACT, True),
+        (NEW, "in_place", PauseMode.IN_PLACE, False),
+        (OLDER, "exact", PauseMode.ABORT, True),
+        (OLDER, "in_place", PauseMode.ABORT, False),
+        (HISPARSE, "exact", PauseMode.ABORT, True),
+    ],
+)
+def test_requests_in_flight_by_what_the_server_can(able, in_flight, mode, flushed):
+    engines = [ScriptedEngine("one"), ScriptedEngine("two")]
+    engines[1].able = able
+    run(engines, in_flight=in_flight)
+    assert engines[1].mode is mode
+    assert engines[1].flushed is flushed
+
+
+def test_a_failed_preparation_pauses_nobody():
+    class Unprepared(TensorTransport):
+        async def prepare(self, engines, version):
+            raise EngineError("two has no room")
+
+    engines = [ScriptedEngine("one"), ScriptedEngine("two")]
+    with pytest.raises(PublishError, match="two has no room") as error:
+        asyncio.run(publish(engines, Unprepared(weights(1).buckets), 1, SHAPES))
+    assert not error.value.mixed
+    assert engines[0].calls == []
 
 
 @pytest.mark.parametrize("step", ["begin", "update", "end", "weight_version"])
@@ -144,7 +187,7 @@ def test_a_failed_resume_is_an_error():
 
 def test_an_error_of_ours_leaves_the_engines_paused():
     class Broken(ScriptedEngine):
-        async def update_weights_from_tensors(self, payloads, version):
+        async def update_weights_from_tensors(self, payloads, version, flush, flat):
             raise RuntimeError("a bug")
 
     engines = [ScriptedEngine("one"), Broken("two")]
