@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -31,8 +32,8 @@ class RankActor:
         self._worker = TrainerWorker(config, self.rank, config.world_size, address, port)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the worker by name."""
+        """Call a method of the worker, or of a part of it (``part.method``), by name."""
         if self._worker is None:
             raise RuntimeError(f"rank {self.rank} has not joined the process group")
-        result = getattr(self._worker, method)(*arguments)
+        result = operator.attrgetter(method)(self._worker)(*arguments)
         return result if self.rank == 0 else None

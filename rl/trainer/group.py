@@ -25,6 +25,7 @@ from rl.trainer.actor import RankActor
 from rl.trainer.config import OptimizerConfig, TrainerConfig
 from rl.trainer.result import UpdateResult
 from rl.weights.serialize import Bucket
+from rollout.engine.sglang_weights import BucketShape, UpdateGroup
 from rollout.trajectory import Trajectory
 
 GRACE_S = 10.0
@@ -136,6 +137,34 @@ class TrainerGroup:
 
     async def weight_buckets(self, bucket_bytes: int = 512 * 2**20) -> list[Bucket]:
         return await self._call("weight_buckets", bucket_bytes)
+
+    async def plan_weights(self, bucket_bytes: int) -> list[BucketShape]:
+        return await self._call("sending.plan", bucket_bytes)
+
+    async def rewind_weights(self) -> None:
+        await self._call("sending.rewind")
+
+    async def fill_bucket(self) -> None:
+        await self._call("sending.fill")
+
+    async def bucket_handles(self) -> dict[str, str]:
+        return await self._call("sending.handles")
+
+    async def group_endpoint(self) -> tuple[str, int]:
+        """Address of rank 0's node, and a port that is free on it."""
+        return (await self._outcome("endpoint", [self._ranks[0].endpoint.remote()], self.config.call_timeout_s))[0]
+
+    async def open_group(self, group: UpdateGroup) -> None:
+        await self._call("sending.join", group)
+
+    async def broadcast_bucket(self) -> None:
+        await self._call("sending.broadcast")
+
+    async def close_group(self) -> None:
+        await self._call("sending.leave")
+
+    async def release_bucket(self) -> None:
+        await self._call("sending.release")
 
     async def save_hf(self, directory: Path) -> None:
         await self._call("save_hf", directory)

@@ -9,6 +9,7 @@ All ranks get the same calls with the same arguments. An update is
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from rl.trainer import platform
 from rl.trainer.config import OptimizerConfig, TrainerConfig
 from rl.trainer.result import COMPUTED_NEEDS, MissingInputError, NonFiniteUpdateError, UpdateResult
 from rl.trainer.schedule import learning_rate
+from rl.weights.rank import RankSender
 from rl.weights.serialize import Bucket, make_buckets
 from rollout.trajectory import Trajectory
 
@@ -358,6 +360,11 @@ class TrainerWorker:
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and tensors, on this rank's device; see ``convert.export_weights``."""
         return convert.export_weights(self.loaded.models, self.loaded.hf)
+
+    @functools.cached_property
+    def sending(self) -> RankSender:
+        """The weights in buckets, for engines that open this rank's memory or joined rank 0's group."""
+        return RankSender(lambda: self._with_untrained(self.export_weights()), platform.device())
 
     def weight_buckets(self, bucket_bytes: int) -> list[Bucket]:
         """The weights as engines load them; on rank 0, and an empty list on the others. A collective of all ranks."""

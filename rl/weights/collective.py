@@ -30,6 +30,8 @@ class Broadcasts:
 
     sender: Sender
     backend: str
+    timeout_s: float
+    """For joining, and for one broadcast: as long as that, paused engines may wait for one that died."""
     made: int = 0
     """Groups so far; part of their names, so that a new one never meets an old one's members."""
     group: UpdateGroup | None = None
@@ -48,7 +50,7 @@ class Broadcasts:
         sizes = [(await engine.abilities()).tensor_parallel for engine in engines]
         address, port = await self.sender.group_endpoint()
         self.made += 1
-        group = UpdateGroup(address, port, 1 + sum(sizes), f"weights-{self.made}", self.backend)
+        group = UpdateGroup(address, port, 1 + sum(sizes), f"weights-{self.made}", self.backend, self.timeout_s)
         ranks = {engine.url: 1 + sum(sizes[:index]) for index, engine in enumerate(engines)}
         self.group = group  # also when joining fails: those that did join leave it then
         await _together(

@@ -54,15 +54,14 @@ class Sender(Protocol):
 class WeightSender:
     """One rank's. ``export`` gives every tensor of the model, in the same order each time."""
 
-    def __init__(self, export: Export, device: torch.device, timeout_s: float, leads: bool = True) -> None:
+    def __init__(self, export: Export, device: torch.device, leads: bool = True) -> None:
         """
         Args:
-            timeout_s: for joining the group and for one broadcast.
             leads: whether this rank is the one that broadcasts.
         """
         self._export = export
         self._device = device
-        self._timeout_s = timeout_s
+        self._timeout_s = 0.0
         self._leads = leads
         self._plan: list[BucketShape] = []
         self._next = 0
@@ -117,7 +116,8 @@ class WeightSender:
         self.leave()
         if not self._leads:
             return
-        timeout = datetime.timedelta(seconds=self._timeout_s)
+        self._timeout_s = group.timeout_s
+        timeout = datetime.timedelta(seconds=group.timeout_s)
         store = dist.TCPStore(group.address, group.port, group.world_size, is_master=True, timeout=timeout)
         # A group beside the trainer's own. torch makes those only of the default group's ranks; SGLang joins the same
         # way: the same prefix of the store, and a group that is named but has no global ranks.

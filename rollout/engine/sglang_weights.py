@@ -62,6 +62,8 @@ class UpdateGroup:
     world_size: int
     name: str
     backend: str
+    timeout_s: float
+    """For joining it, and for one broadcast."""
 
 
 class SGLangWeights(Connection):

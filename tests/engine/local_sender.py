@@ -11,9 +11,9 @@ from rollout.processes import free_port
 class LocalSender:
     """Implements ``rl.weights.sender.Sender``. ``named`` may be set to other weights."""
 
-    def __init__(self, named, timeout_s=60.0, device="cpu"):
+    def __init__(self, named, device="cpu"):
         self.named = named
-        self.rank = WeightSender(lambda: iter(self.named), torch.device(device), timeout_s)
+        self.rank = WeightSender(lambda: iter(self.named), torch.device(device))
 
     def plan(self, bucket_bytes):
         return self.rank.plan(bucket_bytes)

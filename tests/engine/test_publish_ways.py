@@ -85,8 +85,8 @@ def receiver(running_server, tmp_path_factory):
 
 @pytest.fixture
 def ways(server, receiver, tmp_path):
-    sender = LocalSender([], timeout_s=20)
-    broadcasts = Broadcasts(sender, "gloo")
+    sender = LocalSender([])
+    broadcasts = Broadcasts(sender, "gloo", timeout_s=20)
     yield Ways(server, sender, broadcasts, receiver, tmp_path)
 
     async def leave():
