@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rl.commands.exits import EXIT_BAD_CONFIG
 
-COMMANDS = ("train", "plot")
+COMMANDS = ("train", "plan", "plot")
 """Modules of ``rl.commands``."""
 
 

@@ -25,12 +25,25 @@ def compose_config(overrides: Sequence[str], config_dir: Path = CONFIG_DIR) -> d
         ConfigError: no stage or several, an unknown key, group or option, or a required value that is missing.
     """
     _check_stage(overrides)
+    return _compose("config", overrides, config_dir, required=True)
+
+
+def compose_plan(overrides: Sequence[str], config_dir: Path = CONFIG_DIR) -> dict[str, Any]:
+    """The planner's config (``configs/plan.yaml``); what is required but not set is ``???``: a plan may do without.
+
+    Raises:
+        ConfigError: an unknown key, group or option.
+    """
+    return _compose("plan", overrides, config_dir, required=False)
+
+
+def _compose(name: str, overrides: Sequence[str], config_dir: Path, required: bool) -> dict[str, Any]:
     try:
         with initialize_config_dir(version_base=None, config_dir=str(config_dir)):
-            composed = compose(config_name="config", overrides=list(overrides))
-            plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+            composed = compose(config_name=name, overrides=list(overrides))
+            plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=required)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain(error, overrides, config_dir)) from error
+        raise ConfigError(_explain(error, overrides, config_dir, name)) from error
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
 
@@ -49,11 +62,11 @@ def _check_stage(overrides: Sequence[str]) -> None:
         raise ConfigError(f"{chosen[0]}: there is no such stage; {available}")
 
 
-def _explain(error: Exception, overrides: Sequence[str], config_dir: Path) -> str:
+def _explain(error: Exception, overrides: Sequence[str], config_dir: Path, name: str) -> str:
     text = str(error)
     override = re.search(r"Could not override '([^']+)'", text)
     if override:
-        return f"{override[1]}: unknown key{_suggest(override[1], config_dir, overrides)}"
+        return f"{override[1]}: unknown key{_suggest(override[1], config_dir, overrides, name)}"
     choice = re.search(r"Could not find '([^']+)'", text) or re.search(r"Could not load '([^']+)'", text)
     if choice:
         group = choice[1].rpartition("/")[0]
@@ -67,10 +80,10 @@ def _explain(error: Exception, overrides: Sequence[str], config_dir: Path) -> st
     return first + (f" ({rest[0]})" if rest else "")
 
 
-def _suggest(key: str, config_dir: Path, overrides: Sequence[str]) -> str:
+def _suggest(key: str, config_dir: Path, overrides: Sequence[str], name: str) -> str:
     stage = [text for text in overrides if text.startswith("+stage=")]
     with initialize_config_dir(version_base=None, config_dir=str(config_dir)):
-        known = _keys(OmegaConf.to_container(compose(config_name="config", overrides=stage), resolve=False), "")
+        known = _keys(OmegaConf.to_container(compose(config_name=name, overrides=stage), resolve=False), "")
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else " (a key that the files leave out is added with +key=value)"
 

@@ -48,6 +48,8 @@ class ModelConfig(Section):
     fresh: FreshModel | None = None
     name: str = "policy"
     """What clients of the gateway call it."""
+    hf_config: dict[str, Any] | None = None
+    """Sizes as in its HF config.json, for ``atelier plan`` without the files."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
