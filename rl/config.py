@@ -9,11 +9,13 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from rl.teachers.config import DistillationConfig, TeacherConfig
 from rl.trainer.config import OptimizerConfig, TrainerConfig
+from rl.weights.choose import Topology, Wanted, choose
 from rollout.engine.config import EngineConfig
 
-STAGES = ("sft", "agent_rl", "reasoning_rl", "indexer_warmup")
-Stage = Literal["sft", "agent_rl", "reasoning_rl", "indexer_warmup"]
+STAGES = ("sft", "agent_rl", "reasoning_rl", "indexer_warmup", "opd", "cross_stage")
+Stage = Literal["sft", "agent_rl", "reasoning_rl", "indexer_warmup", "opd", "cross_stage"]
 SUPERVISED = ("sft", "indexer_warmup")
 """Stages that train on the tasks' demonstrations alone, with the settings under ``sft``."""
 
@@ -119,10 +121,32 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1)
 
 
+class PublishConfig(Section):
+    """How new weights reach the engines."""
+
+    transport: Wanted = "auto"
+    """auto follows from where trainer and engines run (``rl.weights.choose``); the run says what it took."""
+    in_flight: Literal["exact", "in_place"] = "exact"
+    """Of requests: exact goes on with the new weights on a prefix that they computed; in_place keeps what the old
+    weights computed (faster, and log-probs are those of no single version)."""
+    bucket_bytes: int = Field(512 * 2**20, gt=0)
+    """Tensors that are sent together."""
+    directory: Path | None = None
+    """Where the last versions are kept, for ``disk`` and for what fails or starts anew; null: this machine's shared
+    memory."""
+    receivers: list[str] = []
+    """For ``delta``: URL of the receiver beside each engine, in the engines' order; empty starts them here."""
+    attempts: int = Field(2, gt=0)
+    timeout_s: float = Field(120.0, gt=0)
+    """For one broadcast, and for one receiver to take one patch."""
+
+
 class ClusterConfig(Section):
     """Ray: ``address`` null starts one on this machine."""
 
     address: str | None = None
+    colocated: bool = False
+    """Trainer and engines take turns on the same GPUs."""
     cpus: int = Field(2, gt=0)
     """That the local Ray is told it has."""
     object_store_bytes: int = Field(128 * 2**20, ge=80 * 2**20)
@@ -154,9 +178,13 @@ class RunConfig(Section):
     tasks: dict[str, TaskConfig] = Field(min_length=1)
     sft: SFTConfig
     algorithm: dict[str, Any]
+    teachers: dict[str, TeacherConfig] = {}
+    """By name; which prompts are whose is said by ``distillation.route``."""
+    distillation: DistillationConfig = DistillationConfig.model_validate({})
     rollout: RolloutConfig
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
+    publish: PublishConfig = PublishConfig()
     trainer: TrainerConfig
     engine: EngineConfig
     cluster: ClusterConfig
@@ -173,6 +201,35 @@ class RunConfig(Section):
             raise ValueError(
                 f"trainer.trained={self.trainer.trained} does not fit stage {self.stage}: indexer_warmup trains "
                 "indexer_dense or indexer_sparse, the other stages train model"
+            )
+        return self
+
+    @property
+    def topology(self) -> Topology:
+        """Where trainer and engines run."""
+        return Topology(
+            device=self.engine.device,
+            colocated=self.cluster.colocated,
+            one_machine=self.cluster.address is None,
+            receivers=bool(self.publish.receivers),
+        )
+
+    @model_validator(mode="after")
+    def _can_publish(self) -> Self:
+        if self.cluster.colocated and not self.engine.memory_saver:
+            raise ValueError(
+                "cluster.colocated=true needs engine.memory_saver=true, which gives the engines' memory to the trainer"
+            )
+        way = choose(self.publish.transport, self.topology).way
+        if way in ("ipc", "collective", "delta") and not self.topology.one_machine and self.publish.directory is None:
+            raise ValueError(
+                f"publish.transport={way} on several machines keeps the last version in publish.directory: name one "
+                "that trainer and engines share"
+            )
+        if self.publish.receivers and len(self.publish.receivers) != self.engine.servers:
+            raise ValueError(
+                f"publish.receivers names {len(self.publish.receivers)} receivers for engine.servers="
+                f"{self.engine.servers}: give one for each"
             )
         return self
 

@@ -18,7 +18,7 @@ from rl.parts import Parts, Rewards
 from rl.trainer.result import UpdateResult
 from rollout.orchestrator import Batch, Orchestrator
 from rollout.prompts import PromptStream
-from rollout.scheduler import DroppedGroup, Scheduler, SchedulerConfig, SchedulerState, Verdict
+from rollout.scheduler import DroppedGroup, PromptRef, Scheduler, SchedulerConfig, SchedulerState, Verdict
 from rollout.trajectory import Trajectory
 from rollout.trajectory_file import load_trajectories, save_trajectories
 
@@ -39,10 +39,23 @@ async def sft_loop(parts: Parts) -> None:
         parts.tracker.log("sft", step, _update_figures(result) | {"seconds/step": time.perf_counter() - started})
 
 
-async def _update(parts: Parts, trajectories: Sequence[Trajectory], version: int, algorithm: Algorithm) -> UpdateResult:
-    """One step on what is given, of the model or of its indexers."""
+async def _update(
+    parts: Parts,
+    trajectories: Sequence[Trajectory],
+    version: int,
+    algorithm: Algorithm,
+    ahead: Sequence[PromptRef] = (),
+) -> UpdateResult:
+    """One step on what is given, of the model or of its indexers.
+
+    Args:
+        ahead: prompts of the batch after this one, as far as they are known.
+    """
     if parts.plan.config.trainer.trained != "model":
         return await parts.trainer.update_indexer(trajectories, version)
+    if parts.teachers is not None and algorithm is parts.plan.algorithm:
+        teaching = await parts.teachers.teaching(trajectories, ahead)
+        return await parts.trainer.update(trajectories, version, algorithm, teaching=teaching)
     return await parts.trainer.update(trajectories, version, algorithm)
 
 
@@ -95,13 +108,14 @@ async def rl_loop(parts: Parts, orchestrator: Orchestrator, first_step: int, rew
     orchestrator.start()
     try:
         for step in range(first_step, config.steps + 1):
+            await parts.prefetch_teachers(orchestrator.ahead())
             with stopwatch.phase("generate"):
                 batch = await orchestrator.next_batch()
             stopwatch.move("generate", "wait", batch.idle_s)
             if config.rollout.save_trajectories:
                 path = folder.trajectories(step)
                 await asyncio.to_thread(save_trajectories, path, batch.trajectories, batch.stale, step - 1)
-            result = await _train(parts, batch, step - 1)
+            result = await _train(parts, batch, step - 1, orchestrator.ahead())
             orchestrator.trained()
             with stopwatch.phase("publish"):
                 await parts.publish(step)
@@ -119,12 +133,12 @@ async def rl_loop(parts: Parts, orchestrator: Orchestrator, first_step: int, rew
         await orchestrator.stop()
 
 
-async def _train(parts: Parts, batch: Batch, version: int) -> UpdateResult:
+async def _train(parts: Parts, batch: Batch, version: int, ahead: Sequence[PromptRef]) -> UpdateResult:
     """One update. Where the batch has no token of the current weights, the log-prob gap is measured on purpose."""
     own = any((t.weight_versions == version).any() for t in batch.trajectories)
     probed = None if own else await parts.probe_logprob_gap(batch.trajectories)
     with parts.stopwatch.phase("train"):
-        result = await parts.trainer.update(batch.trajectories, version, parts.plan.algorithm)
+        result = await _update(parts, batch.trajectories, version, parts.plan.algorithm, ahead)
     return result if own else dataclasses.replace(result, logprob_gap_max=probed)
 
 

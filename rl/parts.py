@@ -13,6 +13,7 @@ import numpy as np
 from rl.preflight import Plan
 from rl.serving import Serving
 from rl.stopwatch import Stopwatch
+from rl.teachers.driver import Teachers
 from rl.tracking import Tracker
 from rl.trainer.group import TrainerGroup
 from rl.weights.publisher import Fallback, publish
@@ -21,6 +22,7 @@ from rl.weights.transports import TensorTransport
 from rollout.chat import ChatRenderer
 from rollout.engine.protocol import EngineError
 from rollout.evaluation import evaluate
+from rollout.scheduler import PromptRef
 from rollout.trajectory import Trajectory
 
 PROBES = 4
@@ -60,6 +62,7 @@ class Parts:
     serving: Serving | None = None
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Of the engines' tensors, by HF name."""
+    teachers: Teachers | None = None
     published: Fallback | None = None
     """What the engines hold."""
 
@@ -85,16 +88,16 @@ class Parts:
             raise RuntimeError("this stage has no inference servers")
         return self.serving
 
+    async def prefetch_teachers(self, ahead: Sequence[PromptRef]) -> None:
+        """Let the tiers load, while the engines generate, what the next batch needs first."""
+        if self.teachers is not None:
+            await self.trainer.prefetch_teachers(self.teachers.counts(ahead))
+
     async def publish(self, version: int) -> float:
         """Put the trainer's weights on every engine; returns the seconds in which none generated."""
-        buckets = await self.trainer.weight_buckets()
-        transport = TensorTransport(buckets, self.plan.config.engine.tensor_parallel)
-        fleet = self.generating.fleet
-        done = await publish(fleet.engines, transport, version, self.shapes, fallback=self.published)
-        fleet.weight_version = version
-        self.published = Fallback(transport, version)
-        self.totals.publish_seconds_max = max(self.totals.publish_seconds_max, done.seconds)
-        return done.seconds
+        seconds = await self.updates.publish(version)
+        self.totals.publish_seconds_max = max(self.totals.publish_seconds_max, seconds)
+        return seconds
 
     async def probe_logprob_gap(self, trajectories: Sequence[Trajectory]) -> float | None:
         """Largest |trainer − engine log-prob| at temperature 1 over all tokens of a few sequences; None where the
@@ -118,16 +121,15 @@ class Parts:
         """Play each task's eval prompts, sampled and greedy, with the weights that the engines hold."""
         config = self.plan.config
         rewards: Rewards = {}
-        for task, options in sorted(self.plan.tasks.items()):
-            prompts = [(p.prompt_id, p.data) for p in options.prompts("eval")[: config.evaluation.prompts]]
-            rewards[task] = {}
+        for label, (task, prompts) in self.plan.evaluation_sets().items():
+            rewards[label] = {}
             for name, temperature in (("sampled", config.rollout.temperature), ("greedy", 0.0)):
                 room = min(config.evaluation.concurrency, self.generating.slots[task])
                 result = await evaluate(self.generating.runner, task, prompts, temperature, config.seed, room)
                 if result.failed:
-                    self.say(f"evaluation of {task}: {result.failed} of {len(prompts)} episodes failed")
-                rewards[task][name] = result.reward
-        figures = {f"{task}/{name}": r for task, by in rewards.items() for name, r in by.items()}
+                    self.say(f"evaluation of {label}: {result.failed} of {len(prompts)} episodes failed")
+                rewards[label][name] = result.reward
+        figures = {f"{label}/{name}": r for label, by in rewards.items() for name, r in by.items()}
         self.tracker.log("eval", step, figures)
         return rewards
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from algorithms import registry as algorithms
 from algorithms.types import Algorithm
 from rl.config import SUPERVISED, ConfigError, RunConfig
 from rl.run_folder import RunFolder
+from rl.teachers.checks import TeachingPlan, check_teachers
 from rl.trainer.manifest import CheckpointError, read_manifest
 from rl.trainer.result import COMPUTED_NEEDS
 from rollout.processes import ProcessError, require_free_port
@@ -33,6 +34,7 @@ class Plan:
     """To resume from."""
     resumed: Mapping[str, Any] | None
     """What that checkpoint says of the run."""
+    teaching: TeachingPlan | None = None
 
     def lineage(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to be gone on from with every prompt accounted for."""
@@ -45,6 +47,17 @@ class Plan:
             "rollout.groups_per_step": config.rollout.groups_per_step,
             "tasks": sorted(config.tasks),
             "prompts": digest,
+        }
+
+    def evaluation_sets(self) -> dict[str, tuple[str, Sequence[tuple[str, Mapping[str, Any]]]]]:
+        """Prompts to evaluate on: ``{label: (task, prompts)}``, a set a task, or one for each group of prompts that has
+        its own teachers."""
+        size = self.config.evaluation.prompts
+        if self.teaching is not None:
+            return self.teaching.evaluation_sets(self.tasks, size)
+        return {
+            name: (name, [(p.prompt_id, p.data) for p in task.prompts("eval")[:size]])
+            for name, task in sorted(self.tasks.items())
         }
 
     @property
@@ -65,13 +78,14 @@ def check_run(config: RunConfig) -> Plan:
     if config.model.checkpoint is not None:
         check_model_dir(config.model.checkpoint, "model.checkpoint")
     _needs(config, algorithm)
+    teaching = check_teachers(config, algorithm, tasks)
     _batch(config, algorithm)
     _resources(config)
     _ports(config)
     folder = RunFolder(config.run_dir)
     _replay(config)
     checkpoint = _checkpoint(config, folder)
-    plan = Plan(config, folder, algorithm, tasks, checkpoint, _read_state(checkpoint))
+    plan = Plan(config, folder, algorithm, tasks, checkpoint, _read_state(checkpoint), teaching)
     _same_lineage(plan)
     return plan
 

@@ -24,6 +24,7 @@ from rl.preflight import Plan
 from rl.serving import check_remote_tasks, start_serving
 from rl.signals import cancel_on_signals
 from rl.stopwatch import Stopwatch
+from rl.teachers.driver import start_teachers
 from rl.tracking import build_trackers
 from rl.trainer.group import TrainerGroup
 from rollout.chat import ChatRenderer
@@ -67,8 +68,9 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
             trainer = await TrainerGroup.start(config.trainer)
             stack.push_async_callback(trainer.close)
             say(await trainer.load_model(model_dir))
+            teachers = await start_teachers(plan, trainer, stack, say)
         totals = Totals(**resumed["totals"]) if resumed else Totals()
-        parts = Parts(plan, tracker, stopwatch, trainer, renderer, say, totals, model_dir, starting)
+        parts = Parts(plan, tracker, stopwatch, trainer, renderer, say, totals, model_dir, starting, teachers=teachers)
         await _initial_sft(parts)
         with stopwatch.phase("start"):
             await parts.wait_for_servers()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout.episode import EpisodeOutcome, EpisodeRunner, RolloutsFailed
-from rollout.scheduler import DroppedGroup, RolloutResult, Scheduler, SchedulerState, Start, TakenGroup
+from rollout.scheduler import DroppedGroup, PromptRef, RolloutResult, Scheduler, SchedulerState, Start, TakenGroup
 from rollout.session import RolloutKey
 from rollout.task_client import TaskServerError, TaskServerFull, TaskServerRefused
 from rollout.trajectory import Trajectory
@@ -97,6 +97,10 @@ class Orchestrator:
 
     def snapshot(self) -> SchedulerState:
         return self.scheduler.snapshot()
+
+    def ahead(self) -> list[PromptRef]:
+        """Prompts of the next batch, as far as they were admitted."""
+        return self.scheduler.ahead()
 
     @property
     def in_flight(self) -> int:

@@ -333,6 +333,11 @@ class Scheduler:
                 del self._rollouts[rollout_id]
         self._training = []
 
+    def ahead(self) -> list[PromptRef]:
+        """Prompts of the batch after the one that is trained, in the order of admission: those that were admitted."""
+        later = sorted(self._groups.keys() - set(self._training))
+        return [self._groups[group_id].ref for group_id in later[: self.config.groups_per_step]]
+
     # --- checkpoint --------------------------------------------------------------------------------------------
 
     def snapshot(self) -> SchedulerState:

@@ -1,0 +1,117 @@
+"""What can be known to be wrong with a run's teachers before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from algorithms.types import Algorithm, Need
+from rl.config import ConfigError, RunConfig
+from rl.fresh_model import character_tokenizer
+from rl.teachers.routing import RouteError, Routing
+from rl.teachers.sources import TeacherSource, TeacherSourceError, check_tokenizer, resolve, vocabulary
+from tasks.protocol import Task
+
+TEACHER_NEEDS = frozenset({Need.TEACHER_LOGPROBS, Need.TEACHER_VIEWS})
+
+
+@dataclass(frozen=True)
+class TeachingPlan:
+    """A run's checked teachers."""
+
+    routing: Routing
+    sources: tuple[TeacherSource, ...]
+    urls: Mapping[str, str]
+
+    def evaluation_sets(self, tasks: Mapping[str, Task], size: int) -> dict[str, tuple[str, list[tuple[str, dict]]]]:
+        """Prompts to evaluate on, so that each value of the route has its own reward: ``{label: (task, prompts)}``."""
+        sets: dict[str, tuple[str, list[tuple[str, dict]]]] = {}
+        for name, task in sorted(tasks.items()):
+            for prompt in task.prompts("eval"):
+                value = self.routing.value(name, prompt.data)
+                label = name if value == name else f"{name}/{value}"
+                chosen = sets.setdefault(label, (name, []))[1]
+                if len(chosen) < size:
+                    chosen.append((prompt.prompt_id, prompt.data))
+        return sets
+
+
+def check_teachers(config: RunConfig, algorithm: Algorithm, tasks: Mapping[str, Task]) -> TeachingPlan | None:
+    """
+    Raises:
+        ConfigError: names the teacher and the key or file, what is wrong, and what would be right.
+    """
+    taught = bool(algorithm.needs & TEACHER_NEEDS)
+    if taught and not config.teachers:
+        raise ConfigError(
+            f"teachers: none is given, and algorithm={config.algorithm['name']} needs some: add +teacher=[NAME,...] "
+            "(configs/teacher), or +teachers.NAME.source=DIRECTORY"
+        )
+    if not config.teachers:
+        return None
+    if not taught:
+        raise ConfigError(
+            f"teachers: algorithm={config.algorithm['name']} asks no teacher; choose algorithm=opd, or leave them out"
+        )
+    routing = Routing(config.teachers, config.distillation.route)
+    try:
+        for split in ("train", "eval") if config.evaluation.prompts else ("train",):
+            routing.check({name: task.prompts(split) for name, task in tasks.items()})
+        sources = tuple(
+            resolve(name, teacher.source) for name, teacher in sorted(config.teachers.items()) if teacher.source
+        )
+        _tokenizers(config, sources)
+    except (RouteError, TeacherSourceError) as error:
+        raise ConfigError(str(error)) from error
+    _sizes(config, sources)
+    return TeachingPlan(routing, sources, _urls(config, algorithm))
+
+
+def _tokenizers(config: RunConfig, sources: Iterable[TeacherSource]) -> None:
+    if config.model.checkpoint is not None:
+        ours = vocabulary(config.model.checkpoint)
+    else:
+        assert config.model.fresh is not None
+        ours = dict(character_tokenizer(config.model.fresh.context_length).get_vocab())
+    directories = {f"teachers.{source.name}.source": source.model for source in sources}
+    directories |= {f"teachers.{n}.tokenizer": t.tokenizer for n, t in config.teachers.items() if t.tokenizer}
+    known: dict[Path, Mapping[str, int]] = {}
+    for key, directory in sorted(directories.items()):
+        if not directory.is_dir():
+            raise TeacherSourceError(f"{key}: {directory} does not exist; give an HF directory with a tokenizer")
+        if directory not in known:
+            known[directory] = vocabulary(directory)
+        check_tokenizer(key, directory, known[directory], ours)
+
+
+def _sizes(config: RunConfig, sources: Iterable[TeacherSource]) -> None:
+    """The least that a rank holds of a teacher; the exact sizes are known once the ranks have cut it."""
+    trainer, parallel = config.trainer, config.trainer.parallel
+    itemsize = 2 if trainer.dtype == "bfloat16" else 4
+    ranks = parallel.pipeline * max(parallel.tensor, parallel.expert * parallel.expert_tensor)
+    for source in sources:
+        least = source.parameters * itemsize // ranks
+        for key in ("hbm_bytes", "pinned_bytes"):
+            budget = getattr(config.distillation, key)
+            if least > budget:
+                raise ConfigError(
+                    f"distillation.{key}={budget}: teacher {source.name} takes at least {least} bytes of each rank in "
+                    f"{trainer.dtype}; raise it, or spread the model over more ranks (trainer.parallel)"
+                )
+
+
+def _urls(config: RunConfig, algorithm: Algorithm) -> dict[str, str]:
+    urls = {name: teacher.url for name, teacher in sorted(config.teachers.items()) if teacher.url is not None}
+    for name in urls:
+        if config.rollout.temperature != 1.0:
+            raise ConfigError(
+                f"teachers.{name}.url: an SGLang server scores at temperature 1 only, and rollout.temperature="
+                f"{config.rollout.temperature:g}; sample at 1, or give the teacher's weights as source"
+            )
+        if Need.TEACHER_VIEWS in algorithm.needs:
+            raise ConfigError(
+                f"teachers.{name}.url: a server gives the log-probs of sampled tokens only; algorithm.mode=sampled, or "
+                "give the teacher's weights as source"
+            )
+    return urls

@@ -1,0 +1,101 @@
+"""The teachers as a run's loop sees them: whose prompts a batch has, what servers elsewhere say, what comes next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import numpy as np
+
+from rl.config import ConfigError
+from rl.preflight import Plan
+from rl.teachers.routing import Routing, Shares
+from rl.teachers.teaching import TeacherSetup, Teaching
+from rl.trainer.group import TrainerGroup
+from rollout.engine.protocol import Engine
+from rollout.engine.sglang import SGLangEngine, Timeouts
+from rollout.scheduler import PromptRef
+from rollout.trajectory import Trajectory
+from tasks.protocol import Prompt
+
+CONCURRENT_SCORES = 64
+"""Requests in flight at one server."""
+
+
+async def start_teachers(
+    plan: Plan, trainer: TrainerGroup, stack: AsyncExitStack, say: Callable[[str], None]
+) -> Teachers | None:
+    """Give the trainer the teachers' weights, and connect to those that run elsewhere; ``stack`` closes it.
+
+    Raises:
+        ConfigError: a server elsewhere does not answer.
+        TeacherError: an import failed, or a teacher does not fit its tier.
+    """
+    teaching, config = plan.teaching, plan.config
+    if teaching is None:
+        return None
+    store = config.distillation.store or plan.folder.path / "teachers"
+    setup = TeacherSetup(
+        teaching.sources, str(store.resolve()), config.distillation.hbm_bytes, config.distillation.pinned_bytes
+    )
+    if line := await trainer.load_teachers(setup):
+        say(line)
+    timeouts = Timeouts(config.engine.request_timeout_s, config.engine.control_timeout_s)
+    engines = {}
+    for name, url in teaching.urls.items():
+        engines[name] = await stack.enter_async_context(SGLangEngine(url, timeouts))
+        if not await engines[name].health():
+            raise ConfigError(f"teachers.{name}.url: {url} does not answer as an SGLang server does; start it first")
+    prompts = {name: task.prompts("train") for name, task in plan.tasks.items()}
+    return Teachers(teaching.routing, prompts, engines)
+
+
+class Teachers:
+    """Of one run.
+
+    Args:
+        prompts: by task; those that the run trains on.
+        engines: teachers that are servers elsewhere.
+    """
+
+    def __init__(
+        self, routing: Routing, prompts: Mapping[str, Iterable[Prompt]], engines: Mapping[str, Engine]
+    ) -> None:
+        self.routing = routing
+        self.engines = dict(engines)
+        self._data: dict[str, dict[str, Mapping[str, Any]]] = {
+            task: {prompt.prompt_id: prompt.data for prompt in of_task} for task, of_task in prompts.items()
+        }
+
+    def shares(self, task: str, prompt_id: str) -> Shares:
+        return self.routing.shares(self.routing.value(task, self._data[task][prompt_id]))
+
+    def counts(self, prompts: Iterable[PromptRef]) -> Counter[str]:
+        """Prompts by teacher."""
+        return Counter(teacher for ref in prompts for teacher in self.shares(ref.task, ref.prompt_id))
+
+    async def teaching(self, trajectories: Sequence[Trajectory], ahead: Iterable[PromptRef] = ()) -> Teaching:
+        """
+        Raises:
+            EngineError: a server elsewhere did not score; the message names its URL.
+        """
+        shares = [self.shares(t.task, t.prompt_id) for t in trajectories]
+        names = sorted(self.engines)
+        scored = await asyncio.gather(*(self._scored(name, trajectories, shares) for name in names))
+        return Teaching(shares, dict(zip(names, scored, strict=True)), dict(self.counts(ahead)))
+
+    async def _scored(
+        self, teacher: str, trajectories: Sequence[Trajectory], shares: Sequence[Shares]
+    ) -> list[np.ndarray | None]:
+        room, engine = asyncio.Semaphore(CONCURRENT_SCORES), self.engines[teacher]
+
+        async def one(trajectory: Trajectory, share: Shares) -> np.ndarray | None:
+            if teacher not in share:
+                return None
+            async with room:
+                return await engine.score(trajectory.token_ids.tolist())
+
+        return list(await asyncio.gather(*(one(t, s) for t, s in zip(trajectories, shares, strict=True))))
