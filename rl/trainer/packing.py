@@ -153,34 +153,40 @@ def build_layout(
     starts = rows.cumsum(0) - rows
     total += tail
 
-    sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    offset = torch.arange(len(token_ids)) - cu_seqlens[:-1][sample]
-    place = starts[:-1][sample] + offset
+    offset = torch.arange(len(token_ids)) - torch.repeat_interleave(cu_seqlens[:-1], lengths)
+    if context == 1:  # the tokens stand where they stood, and this rank has all of them
+        place = torch.arange(len(token_ids))
+        positions, locals_ = torch.cat([offset, torch.arange(tail)]), [torch.arange(total)]
+    else:
+        place = torch.repeat_interleave(starts[:-1], lengths) + offset
+        positions, locals_ = _divide(rows, context)
+    mine = None if context == 1 else locals_[context_rank]
+
+    def own(x: Tensor) -> Tensor:
+        return x if mine is None else x[mine]
+
     ids = _placed(token_ids.long(), place, total, 0)
-    real = _placed(torch.ones(len(token_ids), dtype=torch.bool), place, total, False)
     wanted = offset > 0 if scored is None else scored & (offset > 0)
     predicted = wanted.nonzero().squeeze(1)
     predictors = place[predicted] - 1
-    targets = _placed(token_ids[predicted].long(), predictors, total, -1)
-    temperatures = torch.repeat_interleave(torch.cat([temperature.float(), torch.ones(1)]), rows)
+    targets = own(_placed(token_ids[predicted].long(), predictors, total, -1))
+    temperatures = own(torch.repeat_interleave(torch.cat([temperature.float(), torch.ones(1)]), rows))
 
-    positions, locals_ = _divide(rows, context)
-    mine = locals_[context_rank]
     packing = _make_packing(rows, positions, locals_, context_rank, flash, device)
-    packing.real = _send(real[mine], device)
+    packing.real = _send(own(_placed(torch.ones(len(token_ids), dtype=torch.bool), place, total, False)), device)
     if routed_experts is not None:
-        packing.routed_experts = _send(_placed(routed_experts, place, total, -1)[mine], device)
-    local_scored = (targets[mine] >= 0).nonzero().squeeze(1)
+        packing.routed_experts = _send(own(_placed(routed_experts, place, total, -1)), device)
+    local_scored = predictors if mine is None else (targets >= 0).nonzero().squeeze(1)
     return Layout(
         packing=packing,
-        token_ids=_send(ids[mine].unsqueeze(0), device),
+        token_ids=_send(own(ids).unsqueeze(0), device),
         scored=_send(local_scored, device),
-        targets=_send(targets[mine][local_scored], device),
-        temperature=_send(temperatures[mine][local_scored], device),
+        targets=_send(targets[local_scored], device),
+        temperature=_send(temperatures[local_scored], device),
         predicted=_send(predicted, device),
         predictors=_send(predictors, device),
         tokens=len(token_ids),
-        local=len(mine),
+        local=len(positions) if mine is None else len(mine),
     )
 
 
