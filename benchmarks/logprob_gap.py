@@ -33,7 +33,7 @@ from algorithms.dis import Config as DisConfig
 from algorithms.icepop import IcePopConfig
 from algorithms.ratios import inside, ratio, strictly_inside
 from benchmarks.engine.pools import KvBytes, hisparse_pool
-from benchmarks.engine.servers import Argument, ServerSpec, common, start
+from benchmarks.engine.servers import HISPARSE_RESERVE, Argument, ServerSpec, common, start
 from benchmarks.trainer.sides import make_worker
 from rollout.processes import ProcessRegistry
 from rollout.trajectory import StopReason, Trajectory
@@ -165,7 +165,7 @@ def server_spec(name: str, directory: Path, context: int, requests: int, cuda: b
         ),
         "max-total-tokens": pool.device_tokens,
     }
-    return ServerSpec("hisparse", arguments, {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "64"})
+    return ServerSpec("hisparse", arguments, HISPARSE_RESERVE)
 
 
 def rollouts(
@@ -180,7 +180,10 @@ def rollouts(
         "return_logprob": True,
     }
     with ProcessRegistry() as registry:
-        (server,) = start(registry, [spec], folder, 300.0).values()
+        servers, failed = start(registry, [spec], folder, 300.0)
+        if failed:
+            raise RuntimeError(f"the server did not start: {failed}")
+        (server,) = servers.values()
         answers = server.post("/generate", body, 300.0)
     return [
         _trajectory(index, given, answer["meta_info"])
@@ -249,7 +252,7 @@ def _emit(path: Path, action: Callable[[], dict[str, Any]], name: str) -> bool:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.logprob_gap", description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--work", type=Path, default=Path("/dev/shm/logprob-gap"), help="checkpoints, logs")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/logprob-gap"), help="checkpoints, logs")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", default="dense,dsa", help="dense,dsa; dsa needs CUDA")
     parser.add_argument("--requests", type=int, default=32)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import subprocess
 import sys
@@ -35,6 +36,10 @@ CACHES = (
 )  # fmt: skip
 MOST_REQUESTS_CONTEXT = 12_288
 """Tokens beyond the prompt that a single request may grow by: those that came first run longest."""
+
+
+PLAIN_GROWTH = 2048
+"""Tokens that a request may grow by, for the point of the most requests that surely fit without HiSparse."""
 
 
 class Benchmark:
@@ -104,6 +109,8 @@ class Benchmark:
         if not self.cuda:
             cpu_model.write(self.model)
             return
+        setting = {"pool": dataclasses.asdict(self.pool), "plain_tokens": self.plain_tokens}
+        self.emit({"section": "setting", "model": self.sizes.hf_config()} | setting)
         maker = CheckpointMaker(self.sizes, "cuda")
         written = maker.write(self.model)
         positions = options.prompt + options.growth // 2
@@ -143,8 +150,10 @@ class Benchmark:
         with ProcessRegistry() as registry:
             begin = time.monotonic()
             specs = [self._spec(side) for side in sides]
-            servers = start(registry, specs, self.options.work, self.options.start_timeout)
-            self.emit({"section": "start", "sides": list(sides), "seconds": time.monotonic() - begin})
+            servers, failed = start(registry, specs, self.options.work, self.options.start_timeout)
+            self.emit({"section": "start", "sides": list(servers), "seconds": time.monotonic() - begin})
+            for side, error in failed.items():
+                self.emit({"section": f"start, {side}", "error": error[-3000:]})
             ready = [
                 server
                 for server in servers.values()
@@ -185,11 +194,14 @@ class Benchmark:
     async def _measure(self, server: Server, section: str) -> None:
         options = self.options
         if section == "steady":
-            sweep = options.localities[0]
+            sweep, concurrency = options.localities[0], options.concurrency
+            if self.cuda and server.side == "plain":
+                fit = self.plain_tokens // (options.prompt + PLAIN_GROWTH) // 8 * 8
+                concurrency = sorted({count for count in concurrency if count < fit} | {fit, 2 * fit})
             further = {key: path for key, path in self.localities.items() if key != sweep}
             plan = SteadyPlan(
                 prompt_tokens=options.prompt,
-                concurrency=options.concurrency,
+                concurrency=concurrency,
                 locality=sweep,
                 then=further if server.side == "hisparse" else {},
                 vocabulary=self.vocabulary,
@@ -214,7 +226,12 @@ class Benchmark:
             return
         there = [name for name in CACHES if (Path.home() / name).exists()]
         if there:
-            subprocess.run(["tar", "-cJf", str(self.options.jit_cache), "-C", str(Path.home()), *there], check=True)
+            command = ["tar", "-cJf", str(self.options.jit_cache), "-C", str(Path.home()), *there]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            size = self.options.jit_cache.stat().st_size
+            self.emit(
+                {"section": "kernel caches", "bytes": size, "exit_code": done.returncode, "said": done.stderr[-300:]}
+            )
 
 
 def main(arguments: list[str]) -> int:

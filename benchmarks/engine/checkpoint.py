@@ -49,8 +49,8 @@ class ModelSizes:
     layers: int = 4
     dense_layers: int = 1
     hidden: int = 4096
-    experts: int = 256
-    expert_size: int = 2048
+    experts: int = 128
+    expert_size: int = 4096
     heads: int = 64
     query_rank: int = 1536
     latent: int = 512

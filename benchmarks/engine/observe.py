@@ -61,6 +61,7 @@ class Observer:
         self._pools_written = False
 
     def install(self) -> None:
+        import sglang.srt.managers.scheduler  # noqa: F401  (first, as SGLang's own processes do: the others import in circles)
         from sglang.srt.model_executor.model_runner import ModelRunner
 
         forward = ModelRunner.forward

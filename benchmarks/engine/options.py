@@ -22,13 +22,13 @@ def parser() -> argparse.ArgumentParser:
     add = found.add_argument
     add("--json", type=Path, required=True, help="a JSON line for each point, appended as it is measured")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--work", type=Path, default=Path("/dev/shm/engine-benchmark"), help="checkpoints, logs")
+    add("--work", type=Path, default=Path("/tmp/engine-benchmark"), help="checkpoints, logs")
     add("--plan", action="store_true", help="print the schedule and the pools, and stop")
     add("--sections", type=_words, default=list(SECTIONS), help=f"of {','.join(SECTIONS)}")
     add("--sides", type=_words, default=list(get_args(Side)), help="plain,hisparse,hicache; hicache is agentic only")
     add("--concurrency", type=_integers, help="of the steady section (cuda: 8 to 256)")
     add("--localities", type=_floats, default=[0.95, 0.99, 0.8, 0.5], help="the sweep's, then those at the highest")
-    add("--prompt", type=int, help="tokens (cuda: 24,576)")
+    add("--prompt", type=int, help="tokens (cuda: 28,672)")
     add("--growth", type=int, default=3072, help="mean tokens that a request generates, for the pools' size")
     add("--buffer", type=int, default=2048, help="HiSparse's device buffer; 2,048 is the top k")
     add("--window", type=float, default=4.0, help="seconds that a steady point is measured")
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     add("--layers", type=int, default=ModelSizes.layers)
     add("--experts", type=int, default=ModelSizes.experts)
     add("--expert-size", type=int, default=ModelSizes.expert_size)
-    add("--start-timeout", type=float, default=300.0)
+    add("--start-timeout", type=float, default=330.0)
     add("--budget", type=float, default=520.0, help="seconds after which nothing new is begun")
     add("--jit-cache", type=Path, help="pack the compiled kernels' caches to this file once the servers are warm")
     return found
@@ -50,7 +50,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     cuda = options.device == "cuda"
     options.concurrency = options.concurrency or ([8, 16, 32, 64, 128, 256] if cuda else [1, 2, 4])
     options.agentic_concurrency = options.agentic_concurrency or ([32, 128] if cuda else [2])
-    options.prompt = options.prompt or (24_576 if cuda else 64)
+    options.prompt = options.prompt or (28_672 if cuda else 64)
     for name, known in (("sections", SECTIONS), ("sides", get_args(Side))):
         unknown = set(getattr(options, name)) - set(known)
         if unknown:

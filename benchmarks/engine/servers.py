@@ -13,16 +13,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.engine.pools import HiSparsePool
-from rollout.processes import ManagedProcess, ProcessRegistry, free_ports
+from rollout.processes import ManagedProcess, ProcessError, ProcessRegistry, free_ports
 
 Side = Literal["plain", "hisparse", "hicache"]
 """``plain`` has the radix cache; ``hicache`` adds host memory behind it."""
 Argument = str | int | float | bool
 STREAM_INTERVAL = 16
 """Tokens an event of a stream carries, so that streaming costs neither side much."""
-PLAIN_RESERVE, HISPARSE_RESERVE = 1024, 64
-"""Tokens that SGLang keeps free for a running request's growth (``SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION``). With
-HiSparse growth goes to the host and takes no buffer."""
+PLAIN_RESERVE = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1024"}
+"""Tokens that SGLang keeps free for a running request's growth."""
+HISPARSE_RESERVE = {
+    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "128",
+    "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR": "1",
+}
+"""With HiSparse growth goes to the host and takes no buffer. But SGLang takes a request back when fewer pages are free
+than the next step could need (one a request), which can crash it; so that much stays free, and does not decay."""
 POLL_S = 0.5
 
 
@@ -61,7 +66,8 @@ class Server:
         if running:
             self.post("/pause_generation", {"mode": "in_place"}, timeout_s)
         try:
-            body = {"model_path": str(directory), "load_format": "auto", "flush_cache": not running}
+            flush = not running and self.side != "hisparse"  # which keeps no prefixes
+            body = {"model_path": str(directory), "load_format": "auto", "flush_cache": flush}
             answer = self.post("/update_weights_from_disk", body, timeout_s)
             if not answer["success"]:
                 raise RuntimeError(f"{self.side}: weights of {directory} were refused: {answer['message']}")
@@ -78,14 +84,12 @@ class Server:
             return False
 
 
-def start(registry: ProcessRegistry, specs: Sequence[ServerSpec], folder: Path, timeout_s: float) -> dict[Side, Server]:
-    """Start servers side by side; returns once all are up.
-
-    Raises:
-        ProcessError: one died; shows the end of its log.
-        TimeoutError: names those that are not up.
-    """
+def start(
+    registry: ProcessRegistry, specs: Sequence[ServerSpec], folder: Path, timeout_s: float
+) -> tuple[dict[Side, Server], dict[Side, str]]:
+    """Start servers side by side; returns, once each is up or has failed, those that are up, and the others' errors."""
     servers: dict[Side, Server] = {}
+    failed: dict[Side, str] = {}
     for spec, port in zip(specs, free_ports(len(specs)), strict=True):
         own = folder / spec.side
         own.mkdir(parents=True, exist_ok=True)
@@ -97,14 +101,18 @@ def start(registry: ProcessRegistry, specs: Sequence[ServerSpec], folder: Path, 
         servers[spec.side] = Server(spec, process, port, own)
     waiting, deadline = dict(servers), time.monotonic() + timeout_s
     while waiting:
+        late = time.monotonic() > deadline
         for side, server in list(waiting.items()):
-            server.process.check()
-            if server.healthy():
+            try:
+                server.process.check()
+            except ProcessError as error:
+                failed[side] = str(error)
+            if side not in failed and late:
+                failed[side] = f"not up after {timeout_s:g} s; the end of its log:\n{server.process.log_tail()}"
+            if side in failed or server.healthy():
                 del waiting[side]
-        if waiting and time.monotonic() > deadline:
-            raise TimeoutError(f"not up after {timeout_s:g} s: {sorted(waiting)}; see {folder}/*/server.log")
         time.sleep(POLL_S)
-    return servers
+    return {side: server for side, server in servers.items() if side not in failed}, failed
 
 
 def flags(arguments: Mapping[str, Argument]) -> list[str]:
@@ -150,7 +158,7 @@ def cuda_spec(side: Side, model: Path, pool: HiSparsePool, plain_tokens: int, gr
         }
     elif side == "hicache":
         arguments |= {"enable-hierarchical-cache": True, "hicache-size": round(pool.host_bytes / 1e9)}
-    return ServerSpec(side, arguments, {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": str(reserve)})
+    return ServerSpec(side, arguments, reserve)
 
 
 def cpu_spec(model: Path, context: int, requests: int, tokens: int, threads: int) -> ServerSpec:
