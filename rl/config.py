@@ -184,7 +184,7 @@ class RunConfig(Section):
     rollout: RolloutConfig
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
-    publish: PublishConfig = PublishConfig()
+    publish: PublishConfig = PublishConfig.model_validate({})
     trainer: TrainerConfig
     engine: EngineConfig
     cluster: ClusterConfig

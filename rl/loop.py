@@ -27,6 +27,7 @@ async def sft_loop(parts: Parts) -> None:
     """Fine-tune the trainer's model, or its indexers, on the tasks' demonstrations."""
     config = parts.plan.config
     algorithm = parts.plan.algorithm if config.stage == "sft" else algorithms.build("sft", {})
+    await parts.training()
     await parts.trainer.set_optimizer(config.sft.optimizer, config.sft.steps)
     batches = demonstration_batches(
         parts.plan.tasks, parts.renderer, config.sft.conversations_per_step, config.engine.context_length, config.seed
@@ -138,6 +139,7 @@ async def _train(parts: Parts, batch: Batch, version: int, ahead: Sequence[Promp
     own = any((t.weight_versions == version).any() for t in batch.trajectories)
     probed = None if own else await parts.probe_logprob_gap(batch.trajectories)
     with parts.stopwatch.phase("train"):
+        await parts.training()
         result = await _update(parts, batch.trajectories, version, parts.plan.algorithm, ahead)
     return result if own else dataclasses.replace(result, logprob_gap_max=probed)
 
@@ -207,7 +209,8 @@ async def _save_checkpoint(parts: Parts, orchestrator: Orchestrator, step: int, 
             "totals": dataclasses.asdict(parts.totals),
             "seconds_by_phase": parts.stopwatch.read(),
         }
-        await parts.trainer.save_checkpoint(folder.checkpoint(step), state)
+        async with parts.borrowed():
+            await parts.trainer.save_checkpoint(folder.checkpoint(step), state)
         folder.prune_checkpoints(parts.plan.config.checkpoint.keep)
 
 

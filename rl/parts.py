@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,9 +17,7 @@ from rl.stopwatch import Stopwatch
 from rl.teachers.driver import Teachers
 from rl.tracking import Tracker
 from rl.trainer.group import TrainerGroup
-from rl.weights.publisher import Fallback, publish
-from rl.weights.serialize import directory_shapes
-from rl.weights.transports import TensorTransport
+from rl.weights.updates import Updates
 from rollout.chat import ChatRenderer
 from rollout.engine.protocol import EngineError
 from rollout.evaluation import evaluate
@@ -60,11 +59,9 @@ class Parts:
     starting: asyncio.Task[Serving] | None = None
     """Servers on their way up."""
     serving: Serving | None = None
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of the engines' tensors, by HF name."""
     teachers: Teachers | None = None
-    published: Fallback | None = None
-    """What the engines hold."""
+    updates: Updates | None = None
+    """New weights for the engines; None where there are none."""
 
     def check_starting(self) -> None:
         """Raise what kept a server from coming up, as soon as it is known."""
@@ -74,7 +71,6 @@ class Parts:
     async def wait_for_servers(self) -> None:
         if self.starting is not None:
             self.serving = await self.starting
-            self.shapes = directory_shapes(self.model_dir)
 
     @property
     def turns(self) -> int:
@@ -95,9 +91,25 @@ class Parts:
 
     async def publish(self, version: int) -> float:
         """Put the trainer's weights on every engine; returns the seconds in which none generated."""
+        if self.updates is None:
+            raise RuntimeError("this stage has no inference servers to publish to")
         seconds = await self.updates.publish(version)
         self.totals.publish_seconds_max = max(self.totals.publish_seconds_max, seconds)
         return seconds
+
+    async def training(self) -> None:
+        """The trainer's turn, where it shares GPUs with the engines."""
+        if self.updates is not None:
+            await self.updates.training()
+
+    @contextlib.asynccontextmanager
+    async def borrowed(self) -> AsyncIterator[None]:
+        """The trainer's turn for something between two publications."""
+        if self.updates is None:
+            yield
+            return
+        async with self.updates.borrowed():
+            yield
 
     async def probe_logprob_gap(self, trajectories: Sequence[Trajectory]) -> float | None:
         """Largest |trainer − engine log-prob| at temperature 1 over all tokens of a few sequences; None where the
@@ -114,6 +126,7 @@ class Parts:
         except EngineError as error:
             log.warning("the log-prob gap was not measured: %s", error)
             return None
+        await self.training()
         computed = await self.trainer.logprobs(probes)
         return max(float(np.abs(a - b).max()) for a, b in zip(scored, computed, strict=True))
 

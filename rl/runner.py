@@ -21,12 +21,14 @@ from rl.loop import build_orchestrator, replay_loop, rl_loop, sft_loop
 from rl.parts import Parts, Rewards, Totals
 from rl.plot import plot_rewards
 from rl.preflight import Plan
-from rl.serving import check_remote_tasks, start_serving
+from rl.serving import Serving, check_remote_tasks, start_serving
 from rl.signals import cancel_on_signals
 from rl.stopwatch import Stopwatch
 from rl.teachers.driver import start_teachers
 from rl.tracking import build_trackers
 from rl.trainer.group import TrainerGroup
+from rl.weights.colocation import Colocation
+from rl.weights.updates import start_updates
 from rollout.chat import ChatRenderer
 from rollout.orphans import OrphanWatch
 from rollout.processes import ProcessRegistry
@@ -65,6 +67,7 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
                 await asyncio.sleep(0)  # the servers start while Ray does
             start_ray(config.cluster, stack)
             cancel_on_signals()  # Ray has put its own handlers in our place
+            colocation = await _colocation(config, starting)
             trainer = await TrainerGroup.start(config.trainer)
             stack.push_async_callback(trainer.close)
             say(await trainer.load_model(model_dir))
@@ -74,8 +77,16 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
         await _initial_sft(parts)
         with stopwatch.phase("start"):
             await parts.wait_for_servers()
+            if parts.serving is not None:
+                if colocation is not None:
+                    colocation.trainer = trainer
+                fleet = parts.serving.fleet
+                parts.updates = await start_updates(
+                    config, trainer, fleet, model_dir, colocation, registry, stack, folder.logs, say
+                )
         rewards = await _phases(parts)
         with stopwatch.phase("save"):
+            await parts.training()
             await trainer.save_hf(folder.final_model)
         summary |= _summary(parts, identity.run_id, rewards)
         folder.write_summary(summary)
@@ -83,6 +94,17 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
     if config.stage not in SUPERVISED and config.replay is None:
         plot_rewards(folder.metrics, folder.path / "reward.png")
     return summary
+
+
+async def _colocation(config: RunConfig, starting: asyncio.Task[Serving] | None) -> Colocation | None:
+    """Where trainer and engines share GPUs: the engines' memory, which they took when they started, given to the
+    trainer."""
+    if not config.cluster.colocated or starting is None:
+        return None
+    serving = await starting
+    colocation = Colocation(lambda: serving.fleet.engines)
+    await colocation.clear_for_trainer()
+    return colocation
 
 
 def _initial_model(plan: Plan) -> Path:

@@ -31,9 +31,6 @@ ZSTD_LEVEL = 1
 LENGTH = struct.Struct("<Q")
 
 
-Head = TypeVar("Head", bound="PatchHead | TensorHead")
-
-
 class DeltaError(ValueError):
     """A patch does not fit the copy that it was applied to; the message names the tensor. All values are needed."""
 
@@ -72,6 +69,9 @@ class TensorHead(_Head):
     checksum: str
     nbytes: int
     """Of the body."""
+
+
+Head = TypeVar("Head", PatchHead, TensorHead)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ What becomes of the requests in flight (``in_flight``):
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,6 +71,7 @@ async def publish(
     fallback: Fallback | None = None,
     attempts: int = 2,
     in_flight: InFlight = "exact",
+    before_resume: Callable[[], Awaitable[None]] | None = None,
 ) -> Published:
     """Put one version of the weights on all engines.
 
@@ -78,6 +79,7 @@ async def publish(
         expected: shape of each of the model's tensors by HF name (``directory_shapes``).
         attempts: how often loading is tried.
         in_flight: what becomes of the requests in flight; see the module's docstring.
+        before_resume: awaited when all engines hold the same weights again and still stand.
 
     Raises:
         ValueError: before anything is touched, where the weights do not fit the model.
@@ -105,6 +107,8 @@ async def publish(
         raise PublishError(message, mixed=not resumable) from error
     finally:
         if resumable:
+            if before_resume is not None:
+                await before_resume()
             await _resume(engines, version)
     return Published(version, time.monotonic() - started, load_seconds, transport.nbytes, used)
 
