@@ -1,0 +1,145 @@
+"""Patches: exact, checked, and refused where they do not fit."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rl.weights.copies import Copies
+from rl.weights.delta import LENGTH, DeltaError, PatchHead, TensorHead, parse_head, patch, places
+
+SHAPES = {"a.weight": (64, 33), "b.weight": (7,), "c.scale": (5,), "d.bias": (1, 1)}
+
+
+def model(directory, seed, dtype=torch.bfloat16):
+    directory.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    weights = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+    weights["c.scale"] = weights["c.scale"].float()
+    save_file(weights, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({"seed": seed}))
+    return weights
+
+
+def changed(directory, weights, share, seed=1):
+    directory.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    new = {}
+    for name, tensor in weights.items():
+        mask = torch.rand(tensor.shape, generator=generator) < share
+        new[name] = torch.where(mask, tensor + tensor.abs() + 1, tensor)
+    save_file(new, directory / "model.safetensors")
+    return new
+
+
+def apply(copies, frames):
+    """As the receiver does; returns the directory."""
+    frames = iter(frames)
+    head, _ = split(next(frames), PatchHead)
+    patching = copies.patching(head)
+    try:
+        for frame in frames:
+            patching.tensor(*split(frame, TensorHead))
+        return copies.add(patching)
+    finally:
+        patching.close()
+
+
+def split(frame, kind):
+    (length,) = LENGTH.unpack(frame[: LENGTH.size])
+    end = LENGTH.size + length
+    return parse_head(frame[LENGTH.size : end], kind), frame[end:]
+
+
+def same(directory, weights):
+    found = load_file(directory / "model.safetensors")
+    return found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
+def test_a_patch_gives_the_sender_s_bits(tmp_path, share):
+    old = model(tmp_path / "v0", 0)
+    new = changed(tmp_path / "new", old, share)
+    copies = Copies(tmp_path / "copies", tmp_path / "v0", 0)
+    directory = apply(copies, patch(tmp_path / "new", 1, tmp_path / "v0", 0))
+    assert same(directory, new)
+    assert (directory / "config.json").exists()
+    assert same(tmp_path / "v0", old)  # the base is not written to
+
+
+def test_special_values_travel(tmp_path):
+    old = model(tmp_path / "v0", 0)
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    new["a.weight"][0, :4] = torch.tensor([float("nan"), float("inf"), -0.0, 0.0])
+    (tmp_path / "new").mkdir()
+    save_file(new, tmp_path / "new" / "model.safetensors")
+    directory = apply(Copies(tmp_path / "c", tmp_path / "v0", 0), patch(tmp_path / "new", 1, tmp_path / "v0", 0))
+    found = load_file(directory / "model.safetensors")["a.weight"]
+    assert torch.equal(found.view(torch.int16), new["a.weight"].view(torch.int16))
+
+
+def test_all_values_need_no_base(tmp_path):
+    model(tmp_path / "v0", 0)
+    new = model(tmp_path / "new", 5, dtype=torch.float32)  # another dtype than the copy's
+    directory = apply(Copies(tmp_path / "c", tmp_path / "v0", 0), patch(tmp_path / "new", 4))
+    assert same(directory, new)
+    assert json.loads((directory / "config.json").read_text()) == {"seed": 0}
+
+
+def test_patches_follow_one_another_and_two_versions_are_kept(tmp_path):
+    weights = model(tmp_path / "v0", 0)
+    copies = Copies(tmp_path / "copies", tmp_path / "v0", 0)
+    before = tmp_path / "v0"
+    for version in range(1, 5):
+        weights = changed(tmp_path / f"n{version}", weights, 0.1, seed=version)
+        directory = apply(copies, patch(tmp_path / f"n{version}", version, before, version - 1))
+        assert same(directory, weights)
+        before = tmp_path / f"n{version}"
+    assert sorted(copies.versions) == [3, 4]
+    assert sorted(path.name for path in (tmp_path / "copies").iterdir()) == ["v3", "v4"]
+    assert places(tmp_path / "v0")  # the model that the engine was started with stays
+
+
+def test_another_base_is_found_by_its_checksums(tmp_path):
+    old = model(tmp_path / "v0", 0)
+    model(tmp_path / "other", 9)
+    changed(tmp_path / "new", old, 0.01)
+    copies = Copies(tmp_path / "copies", tmp_path / "other", 0)  # says that it has version 0, but has not
+    with pytest.raises(DeltaError, match=r"has checksum .* the sender's"):
+        apply(copies, patch(tmp_path / "new", 1, tmp_path / "v0", 0))
+    assert list(copies.versions) == [0]
+    assert not (tmp_path / "copies" / "v1").exists()
+
+
+def test_a_missing_base_and_missing_tensors_are_refused(tmp_path):
+    old = model(tmp_path / "v0", 0)
+    changed(tmp_path / "new", old, 0.01)
+    copies = Copies(tmp_path / "copies", tmp_path / "v0", 0)
+    with pytest.raises(DeltaError, match=r"against version 7, here are \[0\]"):
+        apply(copies, patch(tmp_path / "new", 8, tmp_path / "v0", 7))
+    with pytest.raises(DeltaError, match="ends without 1 tensors"):
+        apply(copies, list(patch(tmp_path / "new", 1, tmp_path / "v0", 0))[:-1])
+    assert list(copies.versions) == [0]
+
+
+def test_models_of_other_shapes_have_no_patch(tmp_path):
+    model(tmp_path / "v0", 0)
+    model(tmp_path / "new", 0, dtype=torch.float32)
+    with pytest.raises(DeltaError, match="do not hold the same tensors"):
+        list(patch(tmp_path / "new", 1, tmp_path / "v0", 0))
+
+
+def test_a_patch_is_about_as_large_as_what_changed(tmp_path):
+    directory = tmp_path / "v0"
+    directory.mkdir()
+    weights = {"w": torch.randn(1000, 1000).bfloat16()}
+    save_file(weights, directory / "model.safetensors")
+    sizes = []
+    for share in (0.0, 0.01, 0.1, 1.0):
+        changed(tmp_path / f"new{share}", weights, share)
+        sizes.append(sum(map(len, patch(tmp_path / f"new{share}", 1, directory, 0))) / weights["w"].nbytes)
+    assert sizes[0] < 0.001
+    assert sizes[1] < 0.04  # the values, and a thin bitmap
+    assert 0.05 < sizes[2] < 0.2
+    assert sizes[3] < 1.1
