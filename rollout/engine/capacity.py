@@ -75,7 +75,10 @@ class PoolPlan:
         return round(self.tokens * self.gpu_token_bytes) + self.slots * self.slot_bytes
 
     def entering_tokens(self, load: Workload) -> int:
-        """GPU tokens that SGLang wants room for to let a request in; HiSparse fills a decode server's host pool first."""
+        """GPU tokens that SGLang wants room for to let a request in.
+
+        With HiSparse a decode server gets a prompt's KV into its host pool.
+        """
         if not self.prefills:
             return self.hot_tokens or 0
         return _pages(load.prompt + min(load.output, ADMITTED_OUTPUT), self.page)

@@ -1,0 +1,120 @@
+"""The predicted decode curves: limits that are known in closed form, and properties."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.engine.capacity import Workload, predict_pools
+from rollout.engine.config import EngineConfig
+from rollout.engine.hisparse import HiSparseConfig
+from rollout.engine.model_shape import model_shape
+from rollout.engine.throughput import (
+    Comparison,
+    Machine,
+    Point,
+    StepCost,
+    decode_step,
+    distinct_experts,
+    misses,
+    plateau,
+    predict_curve,
+)
+
+GLM5 = model_shape(yaml.safe_load(Path("configs/model/glm5.yaml").read_text())["hf_config"])
+LOAD = Workload(32_768, 8_192)
+CONCURRENCIES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+
+
+def engine(sparse=True, **changes):
+    values = {"device": "cuda", "dtype": "bfloat16", "kv_dtype": "fp8_e4m3", "context_length": 65_536}
+    values |= {"tensor_parallel": 8, "data_parallel_attention": 8, "memory_fraction": 0.85, "prefix_cache": not sparse}
+    values |= {"max_running_requests": 512, "hisparse": HiSparseConfig() if sparse else None}
+    return EngineConfig(**(values | changes))
+
+
+def curve(config, locality=0.95, machine=None, load=LOAD, free=139 * 10**9):
+    pools = predict_pools(config, GLM5, free)
+    return predict_curve(config, GLM5, pools, load, CONCURRENCIES, machine, locality)
+
+
+def test_glm5_as_published():
+    """GLM-5.1 in fp8, 32k in and 8k out, 8 x H200: without HiSparse flat from about 32 concurrent, with it much faster
+    at 256, and slower where few requests run."""
+    both = Comparison(curve(engine(sparse=False)), curve(engine()))
+    flat = [point.concurrency for point in both.without if point.tokens_per_s == plateau(both.without)]
+    assert flat[0] in (32, 64)
+    assert both.gain > 2
+    assert both.crossover in (32, 64)
+    assert both.sparse[0].tokens_per_s < both.without[0].tokens_per_s
+
+
+def test_misses():
+    assert misses(2048, 4096, 4096, 0.5) == 0  # all of it lies in the buffer
+    assert misses(2048, 4096, 1000, 0.0) == 0  # attention is dense
+    assert misses(2048, 2048, 10**9, 0.9) == pytest.approx(204.8)
+    assert misses(2048, 4096, 6144, 0.0) == pytest.approx(2048 * 0.5)  # half of what is new lies among the other slots
+    assert misses(2048, 4096, 50_000, 1.0) == 0
+
+
+def test_a_step_bound_by_the_link():
+    """Enough misses, and the step is their bytes over the link."""
+    config = engine(max_running_requests=1024)
+    slow = Machine(hbm_bandwidth=1e18, flops=1e21, host_bandwidth=1e9, step_overhead_s=0.0)
+    step = decode_step(config, GLM5, 512, LOAD, slow, locality=0.0)
+    missed = misses(2048, 4096, 32_768 + 4_096, 0.0)
+    assert step.total == pytest.approx(64 * 78 * missed * 656 / 1e9, rel=1e-3)
+
+
+def test_shared_indices_hide_transfers_behind_computation():
+    shared = replace(GLM5, indexer=replace(GLM5.indexer, layers=20))
+    step = decode_step(engine(), shared, 128, LOAD, Machine(), locality=0.5)
+    alone = decode_step(engine(), GLM5, 128, LOAD, Machine(), locality=0.5)
+    assert step.swap < alone.swap
+    assert step.attention < alone.attention
+
+
+def test_a_step_of_few_requests_reads_their_experts_alone():
+    assert distinct_experts(256, 8, 1) == pytest.approx(8)
+    assert distinct_experts(256, 8, 10_000) == pytest.approx(256)
+
+
+def test_prefill_takes_its_share():
+    point, *_ = curve(engine(), machine=Machine(prefill_tokens_per_s=32_768.0))
+    decoding, *_ = curve(engine())
+    assert 1 / point.tokens_per_s == pytest.approx(1 / decoding.tokens_per_s + 1 / 8_192)
+
+
+def test_crossover_is_where_it_stays_ahead():
+    def points(rates):
+        return [Point(n, n, rate, StepCost(0, 0, 0, 1)) for n, rate in enumerate(rates, 1)]
+
+    assert Comparison(points([1, 1, 1, 1]), points([2, 0.5, 1, 2])).crossover == 3
+    assert Comparison(points([1, 1]), points([2, 0.5])).crossover is None
+    assert Comparison(points([1, 2]), points([1, 6])).gain == 3
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 512), st.integers(100, 60_000))
+def test_more_locality_never_costs(less, more, running, prompt):
+    less, more = min(less, more), max(less, more)
+    config, load = engine(), Workload(prompt, 1_000)
+    slower = decode_step(config, GLM5, running, load, Machine(), less)
+    faster = decode_step(config, GLM5, running, load, Machine(), more)
+    assert faster.total <= slower.total
+    dense = decode_step(engine(sparse=False), GLM5, running, load, Machine(), 0.0)
+    assert dense.total <= faster.total  # of as many requests: HiSparse wins by running more of them
+
+
+@given(st.floats(0, 1), st.integers(1_000, 50_000), st.integers(130, 180))
+def test_a_curve_never_runs_more_than_fit_nor_falls_when_it_is_full(locality, prompt, gigabytes):
+    for config in (engine(), engine(sparse=False)):
+        pools = predict_pools(config, GLM5, gigabytes * 10**9)
+        load = Workload(prompt, 2_000)
+        points = predict_curve(config, GLM5, pools, load, CONCURRENCIES, None, locality)
+        most = pools.requests(load) * 8
+        assert all(point.running == min(point.concurrency, most) for point in points)
+        full = {point.tokens_per_s for point in points if point.concurrency >= most}
+        assert len(full) <= 1

@@ -1,0 +1,92 @@
+"""``atelier plan`` prints a plan from configs alone, and refuses what can't be planned in a line that says why."""
+
+import json
+
+import pytest
+
+from rl.cli import main
+from rl.commands.exits import EXIT_BAD_CONFIG
+from rl.compose import compose_plan
+from rl.plan import check_plan, make_plan, parse_size
+
+
+def plan(*overrides):
+    config = check_plan(compose_plan(overrides))
+    return config, make_plan(config)
+
+
+def said(capsys, *overrides):
+    assert main(["plan", *overrides]) == 0
+    return capsys.readouterr().out
+
+
+def test_glm5_with_hisparse(capsys):
+    out = said(capsys, "engine=gpu_hisparse", "model=glm5", "gpus=8", "context=40960")
+    assert "743.9 B parameters, 40.8 B active" in out
+    assert "61,464 B a GPU" in out
+    assert "104 a server at 32,768 + 8,192 tokens; without HiSparse 32" in out
+    assert "up to 2,048 tokens prefill attends densely (MHA mode)" in out
+    assert "HiSparse is worth it from" in out
+
+
+def test_a_dense_model(capsys):
+    out = said(capsys, "engine=gpu", "model=qwen3_8b", "gpus=1")
+    assert "147,456 B a GPU (bfloat16, 36 layers, 8 KV heads of 128)" in out
+    assert "HiSparse: qwen3 attends to every token" in out
+
+
+def test_prefill_and_decode_apart(capsys):
+    out = said(capsys, "engine=pd_hisparse", "model=deepseek_v32", "gpus=16", "engine.memory_fraction=0.9")
+    assert "prefill server" in out
+    assert "with prefix cache" in out
+
+
+def test_short_contexts_are_not_worth_it(capsys):
+    out = said(capsys, "context=2048", "output=1024")
+    assert "HiSparse is not worth it: below 2,048 tokens attention is dense" in out
+
+
+def test_without_locality_it_is_not_worth_it(capsys):
+    assert "HiSparse is not worth it:" in said(capsys, "locality=0", "pcie_bandwidth=5GB")
+
+
+def test_a_model_of_one_s_own(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(compose_plan(["model=qwen3_8b"])["model"]["hf_config"]))
+    given, named = (
+        plan("engine=gpu", "gpus=1", f"model.checkpoint={tmp_path}"),
+        plan("engine=gpu", "model=qwen3_8b", "gpus=1"),
+    )
+    assert given[1] == named[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["gpus=4"], "gpus=4 are fewer than the 8"),
+        (["engine.tensor_parallel=6"], "engine.tensor_parallel=6"),
+        (["contxt=3"], "contxt: unknown key; did you mean context?"),
+        (["engine=gpu_hisparce"], "configs/engine has:"),
+        (["+engine.hisparse.top_k=1024"], "the model's index_topk=2048 counts"),
+        (["context=100000"], "context=100000 is more than engine.context_length=65536"),
+        (["context=4096"], "output=8192 leaves no prompt in context=4096"),
+        (["engine.context_length=300000"], "max_position_embeddings=202752"),
+        (["gpu_memory=80GB"], "106.8 GB of weights leave no room"),
+        (["gpu_memory=lots"], "gpu_memory: 'lots' is no size: write such as 141GB"),
+        (["host_memory=200GB"], "host_memory=200.0 GB does not hold the 288.2 GB of the host pools"),
+        (["engine.hisparse.host_to_device_ratio=16"], "a prompt lies whole on the GPU while it is computed"),
+        (["model=character"], "model.checkpoint: give an HF directory"),
+        (["engine.prefix_cache=true"], "hisparse and prefix_cache exclude each other"),
+    ],
+)
+def test_refusals(capsys, overrides, message):
+    assert main(["plan", *overrides]) == EXIT_BAD_CONFIG
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) <= 3
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("141GB", 141e9), ("2 TiB", 2 * 2**40), ("4.0e12", 4e12), ("55GB/s", 55e9), ("7", 7)]
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
