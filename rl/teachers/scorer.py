@@ -10,6 +10,7 @@ generate.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +35,8 @@ from teachers.scoring import scoring_order
 from teachers.store import TeacherStore
 from teachers.tiers import TierManager
 
+LOADS = ("read", "copy")
+"""Kinds of the tiers' spans: disk to pinned memory, and from there to the device."""
 PlanPasses = Callable[[TrainBatch], list[list[int]]]
 """This data-parallel rank's micro-batches of a batch's samples with scored tokens."""
 
@@ -60,6 +63,8 @@ class TeacherScorer:
             TeacherError: an import failed, or a teacher does not fit.
         """
         self.vocabulary = vocabulary
+        self._counters: dict[str, float] = {}
+        self._looked_at = time.perf_counter()
         self._models: dict[str, TeacherModel] = {}
         by_architecture: dict[str, TeacherModel] = {}
         for source in setup.sources:
@@ -102,8 +107,6 @@ class TeacherScorer:
         counts = {name: count for name, count in ahead.items() if name in self._models}
         then = scoring_order(counts, self._tiers.in_hbm, self._tiers.in_pinned)
         self._tiers.plan([*now, *then])
-        for teacher in [*now, *then]:
-            self._tiers.prefetch(teacher)
 
     def score(
         self,
@@ -125,7 +128,6 @@ class TeacherScorer:
             for teacher, values in teaching.scored.items()
         }
         held = {teacher: len(members) for teacher, members in groups.items() if teacher in self._models}
-        before = self._counters()
         # One order for all ranks, since their collectives meet; rank 0's tiers decide.
         order = on_rank_zero(lambda: self._order(held))
         self._look_ahead(order, teaching.ahead)
@@ -136,8 +138,7 @@ class TeacherScorer:
             )
             parts[teacher] = self._score_one(teacher, own, view, plan)
         self._look_ahead([], teaching.ahead)
-        metrics = {f"teachers/{name}": Sum(value - before[name]) for name, value in self._counters().items()}
-        return _mixed(parts, groups, batch, teaching, self.vocabulary if view else None, metrics)
+        return _mixed(parts, groups, batch, teaching, self.vocabulary if view else None, self._tier_metrics())
 
     def _order(self, held: Mapping[str, int]) -> list[str]:
         return [] if self._tiers is None else scoring_order(held, self._tiers.in_hbm, self._tiers.in_pinned)
@@ -157,16 +158,29 @@ class TeacherScorer:
         }
         return _Part(scores.logprobs, scores, metrics)
 
-    def _counters(self) -> dict[str, float]:
+    def _tier_metrics(self) -> dict[str, Metric]:
+        """What the tiers did since the call before: hits, waits, and each teacher's loads, whenever they ran."""
         if self._tiers is None:
             return {}
         stats = self._tiers.stats()
-        return {
+        counters = {
             "hbm_hits": stats.hbm_hits,
             "pinned_hits": stats.pinned_hits,
             "disk_loads": stats.disk_loads,
             "exposed_s": stats.exposed_seconds,
+            "read_bytes": stats.read_bytes,
+            "copied_bytes": stats.copied_bytes,
         }
+        metrics: dict[str, Metric] = {
+            f"teachers/{name}": Sum(value - self._counters.get(name, 0.0)) for name, value in counters.items()
+        }
+        loads: Counter[str] = Counter()
+        for span in stats.spans:
+            if span.kind in LOADS and span.stop > self._looked_at:
+                loads[span.teacher] += span.stop - span.start
+        metrics |= {f"teacher/{teacher}/load_s": Sum(seconds) for teacher, seconds in loads.items()}
+        self._counters, self._looked_at = counters, time.perf_counter()
+        return metrics
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,151 @@
+"""Wrong teachers are refused in a line or two that name the teacher, the key or the file, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from rl.commands.exits import EXIT_BAD_CONFIG
+from rl.commands.train import main as train
+from rl.compose import compose_config
+from rl.config import FreshModel, check
+from rl.fresh_model import create_model
+from rl.preflight import check_run
+from rl.teachers.config import TeacherConfig
+from rl.teachers.routing import RouteError, Routing
+from rl.teachers.sources import TeacherSourceError, resolve
+from tasks.protocol import Prompt
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("teacher") / "hf"
+    create_model(directory, FreshModel(), seed=0)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def other_tokens(model_dir, tmp_path_factory):
+    """A model whose tokenizer has two characters in each other's place."""
+    directory = tmp_path_factory.mktemp("other") / "hf"
+    shutil.copytree(model_dir, directory)
+    content = json.loads((directory / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    return directory
+
+
+def refuse(capsys, *overrides):
+    code = train(["+stage=opd", "task=sorting", *overrides])
+    said = " ".join(capsys.readouterr().err.split())
+    assert code == EXIT_BAD_CONFIG, said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([], "teachers: none is given, and algorithm=opd needs some: add +teacher="),
+        (["+teacher=sorting"], "teachers.sorting.source: required, but not set"),
+        (["+teacher=chess"], "teacher=chess: there is no such config; configs/teacher has: calculator"),
+        (
+            ["+teachers.sorting.source=/nowhere"],
+            "teachers.sorting.source: /nowhere does not exist; give an HF directory",
+        ),
+        (["+teachers.sorting.sauce=/nowhere"], "teachers.sorting.sauce: unknown key; did you mean source?"),
+        (["+teachers.sorting.weight=1"], "teachers.sorting: give source"),
+        (["+teachers.sorting.url=http://127.0.0.1:1"], "teachers.sorting: tokenizer goes with url"),
+        (["+teachers.ann.source=MODEL"], "teachers: none teaches task 'sorting' (5884 prompts)"),
+        (
+            ["+teachers.sorting.source=MODEL", "+teachers.ann={source: MODEL, prompts: [chess]}"],
+            "teachers.ann.prompts: no prompt of this run has task 'chess'; there are sorting",
+        ),
+        (
+            ["+teachers.sorting.source=OTHER"],
+            "the tokenizer of OTHER is not the student's: 2 tokens differ, such as 'a'",
+        ),
+        (
+            ["+teachers.sorting.source=MODEL", "distillation.hbm_bytes=1000"],
+            "distillation.hbm_bytes=1000: teacher sorting takes at least",
+        ),
+        (
+            ["+teachers.sorting.source=MODEL", "distillation.route=rule"],
+            "the prompts of task sorting have no such column",
+        ),
+        (["+teachers.sorting.source=MODEL", "algorithm=grpo"], "teachers: algorithm=grpo asks no teacher"),
+        (
+            ["+teachers.sorting={url: 'http://127.0.0.1:1', tokenizer: MODEL}", "rollout.temperature=0.7"],
+            "teachers.sorting.url: an SGLang server scores at temperature 1 only",
+        ),
+        (
+            ["+teachers.sorting={url: 'http://127.0.0.1:1', tokenizer: MODEL}", "algorithm.mode=full_vocab"],
+            "teachers.sorting.url: a server gives the log-probs of sampled tokens only",
+        ),
+    ],
+)
+def test_wrong_teachers_are_named(capsys, tmp_path, model_dir, other_tokens, overrides, says):
+    def named(text):
+        return text.replace("MODEL", str(model_dir)).replace("OTHER", str(other_tokens))
+
+    said = refuse(capsys, f"run_dir={tmp_path / 'run'}", *map(named, overrides))
+    assert named(says) in said, said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_truncated_file_an_unfinished_run_and_a_stray_folder_are_no_teachers(model_dir, tmp_path):
+    cut = tmp_path / "cut"
+    shutil.copytree(model_dir, cut)
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(TeacherSourceError, match=r"teachers\.ann\.source: .*model\.safetensors is not a whole"):
+        resolve("ann", cut)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(TeacherSourceError, match=r"has no .*model yet; finish it"):
+        resolve("ann", tmp_path / "run")
+    with pytest.raises(TeacherSourceError, match=r"has no config\.json"):
+        resolve("ann", tmp_path)
+
+
+def test_a_finished_runs_folder_is_its_final_model(model_dir, tmp_path):
+    shutil.copytree(model_dir, tmp_path / "run" / "model")
+    (tmp_path / "run" / "run.json").write_text("{}")
+    source = resolve("ann", tmp_path / "run")
+    assert source.model == tmp_path / "run" / "model"
+    assert source.parameters == resolve("ann", model_dir).parameters > 90_000
+
+
+def test_prompts_find_their_teachers_by_column_and_several_share_one():
+    teachers = {
+        "ann": TeacherConfig(source="a", prompts=("x", "y")),
+        "bob": TeacherConfig(source="b", prompts=("y",), weight=3.0),
+        "z": TeacherConfig(source="c"),
+    }
+    routing = Routing(teachers, "kind")
+    prompts = {"t": [Prompt(prompt_id=kind, data={"kind": kind}) for kind in "xyz"]}
+    routing.check(prompts)
+    found = {p.prompt_id: routing.shares(routing.value("t", p.data)) for p in prompts["t"]}
+    assert found == {"x": {"ann": 1.0}, "y": {"ann": 1.0, "bob": 3.0}, "z": {"z": 1.0}}
+    with pytest.raises(RouteError, match=r"none teaches kind 'w' \(1 prompts\)"):
+        routing.check({"t": [*prompts["t"], Prompt(prompt_id="w", data={"kind": "w"})]})
+
+
+def test_each_teachers_prompts_are_evaluated_apart(model_dir, tmp_path):
+    overrides = [
+        "+stage=cross_stage",
+        "task=words",
+        "tasks.words.options.rules=[sort,dash]",
+        f"run_dir={tmp_path / 'r'}",
+    ]
+    overrides += ["distillation.route=rule", "evaluation.prompts=5"]
+    overrides += [f"+teachers.{name}={{source: {model_dir}, prompts: [{name}]}}" for name in ("sort", "dash")]
+    plan = check_run(check(compose_config(overrides)))
+    sets = plan.evaluation_sets()
+    assert set(sets) == {"words/sort", "words/dash"}
+    for label, (task, prompts) in sets.items():
+        assert task == "words"
+        assert {data["rule"] for _, data in prompts} == {label.partition("/")[2]}
+        assert len(prompts) == 5
