@@ -82,9 +82,10 @@ def _is_plain(error: Exception) -> bool:
     from rollout.episode import RolloutsFailed
     from rollout.processes import ProcessError
     from rollout.task_client import TaskServerError
+    from teachers.errors import TeacherError
 
     rollouts = EngineError | ProcessError | TaskServerError | RolloutsFailed | PublishError
-    return isinstance(error, rollouts | TrainerGroupError | CheckpointError | NonFiniteUpdateError)
+    return isinstance(error, rollouts | TeacherError | TrainerGroupError | CheckpointError | NonFiniteUpdateError)
 
 
 async def _until_signalled(work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
