@@ -15,13 +15,13 @@ from rl.weights.collective import Broadcasts, CollectiveTransport
 from rl.weights.copies import Copies
 from rl.weights.delta_transport import DeltaTransport, Held
 from rl.weights.ipc import IpcTransport
+from rl.weights.local import LocalSender
 from rl.weights.publisher import Fallback, PublishError, publish
 from rl.weights.receiver import make_app
 from rl.weights.transports import Transport
 from rollout.engine.protocol import EngineError, Sampling
 from rollout.engine.sglang_weights import PauseMode
 from tests.engine.conftest import until_running
-from tests.engine.local_sender import LocalSender
 from tests.engine.test_publish import PROMPT, assert_sampled_by_its_versions
 
 BUCKET_BYTES = 100_000
