@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import cpu_model, observe, report
+from benchmarks.engine import cpu_model, observe, prediction, report
 from benchmarks.engine.agentic import AgenticPlan, agentic
 from benchmarks.engine.checkpoint import ROTARY, CheckpointMaker, ModelSizes
 from benchmarks.engine.options import parse, schedule
@@ -103,6 +103,12 @@ class Benchmark:
             self.attempt("servers", lambda: self._stage(first, ("steady", "agentic")))
         if "hicache" in options.sides and "agentic" in options.sections:
             self.attempt("hicache server", lambda: self._stage(["hicache"], ("agentic",)))
+        if self.cuda and report.gain(self.lines) is not None:
+            self.attempt("prediction", self._predict)
+
+    def _predict(self) -> None:
+        for line in prediction.compare(self.lines):
+            self.emit(line)
 
     def _write_model(self) -> None:
         options, begin = self.options, time.monotonic()
