@@ -8,8 +8,10 @@ unless the machine says how fast it prefills.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from rollout.engine.capacity import PoolPlan, Workload, entry_bytes
 from rollout.engine.config import EngineConfig
@@ -116,6 +118,26 @@ def predict_curve(
             rate = 1 / (1 / rate + load.prompt / load.output / machine.prefill_tokens_per_s)
         points.append(Point(concurrency, running, rate, step))
     return points
+
+
+def calibrate(
+    config: EngineConfig, shape: ModelShape, load: Workload, measured: Mapping[int, float], machine: Machine
+) -> Machine:
+    """The machine with the two overheads that explain what was measured without HiSparse (least squares, none below 0).
+
+    Args:
+        config: without HiSparse, as it was measured.
+        measured: tokens a second of decoding alone, by the requests that ran; at least two, all of which fitted.
+    """
+    assert config.hisparse is None
+    assert len(measured) > 1, "two numbers need two measurements"
+    bare = replace(machine, step_overhead_s=0.0, request_overhead_s=0.0)
+    in_group = np.array([-(-n // config.data_parallel_attention) for n in measured], dtype=float)
+    unexplained = [n / rate - decode_step(config, shape, n, load, bare, 1.0).total for n, rate in measured.items()]
+    slope, constant = np.polyfit(in_group, np.array(unexplained), 1)
+    if slope < 0:
+        slope, constant = 0.0, np.mean(unexplained)
+    return replace(machine, step_overhead_s=max(0.0, float(constant)), request_overhead_s=float(slope))
 
 
 def decode_step(
