@@ -17,7 +17,7 @@ from rl.teachers.teaching import TeacherSetup, Teaching
 from rl.trainer.group import TrainerGroup
 from rollout.engine.protocol import Engine
 from rollout.engine.sglang import SGLangEngine, Timeouts
-from rollout.scheduler import PromptRef
+from rollout.prompts import PromptRef
 from rollout.trajectory import Trajectory
 from tasks.protocol import Prompt
 
