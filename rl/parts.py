@@ -21,7 +21,7 @@ from rl.weights.updates import Updates
 from rollout.chat import ChatRenderer
 from rollout.engine.protocol import EngineError
 from rollout.evaluation import evaluate
-from rollout.scheduler import PromptRef
+from rollout.prompts import PromptRef
 from rollout.trajectory import Trajectory
 
 PROBES = 4
