@@ -15,7 +15,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
-    "+stage=agent_rl",
     "task=[calculator,sorting]",
     "sft.steps=250",  # below that nothing is rewarded, and without a reward there is no gradient
     "sft.conversations_per_step=32",
@@ -109,11 +108,11 @@ class Run:
         return self.log.read_text()
 
 
-def start(folder: Path, *overrides: str) -> Run:
+def start(folder: Path, *overrides: str, stage: str = "agent_rl") -> Run:
     log = folder.with_suffix(".log")
     with log.open("ab") as output:
         process = psutil.Popen(
-            [sys.executable, "train.py", *SMALL, f"run_dir={folder}", *overrides],
+            [sys.executable, "train.py", f"+stage={stage}", *SMALL, f"run_dir={folder}", *overrides],
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
