@@ -16,7 +16,7 @@ from rollout.engine.capacity import CapacityError, PoolPlan, Version, Workload, 
 from rollout.engine.config import EngineConfig
 from rollout.engine.disaggregation import Role
 from rollout.engine.model_shape import ModelShape, ModelShapeError, model_shape, read_model_shape
-from rollout.engine.throughput import Comparison, Machine, Point, predict_curve
+from rollout.engine.throughput import Comparison, Machine, Point, calibrate, predict_curve
 
 UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 SGLANG_HOST_RESERVE = 10e9
@@ -43,6 +43,7 @@ class PlanConfig(Section):
     flops: float = Field(gt=0)
     step_overhead_ms: float = Field(ge=0)
     request_overhead_us: float = Field(ge=0)
+    measured: dict[int, float] | None
 
     @field_validator(
         "gpu_memory", "gpu_reserved", "host_memory", "hbm_bandwidth", "pcie_bandwidth", "flops", mode="before"
@@ -118,6 +119,8 @@ def check_plan(composed: Mapping[str, Any]) -> PlanConfig:
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, p['loc']))}: {p['msg'].removeprefix('Value error, ')}" for p in error.errors()]
         raise ConfigError("\n".join(lines)) from error
+    if config.measured is not None and len(config.measured) < 2:
+        raise ConfigError("measured: give at least two, {concurrency: tokens a second}, or null")
     longest = config.load.context
     if config.output >= longest:
         raise ConfigError(f"output={config.output} leaves no prompt in context={longest}: lower it, or raise context")
@@ -187,7 +190,11 @@ def host_bytes(config: PlanConfig, plan: Plan) -> int:
 def _server_plan(config: PlanConfig, shape: ModelShape, role: Role, settings: EngineConfig) -> ServerPlan:
     free = int(config.gpu_memory - config.gpu_reserved)
     pools = predict_pools(settings, shape, free, version=config.sglang, role=role)
-    curve = predict_curve(settings, shape, pools, config.load, config.concurrency, config.machine, config.locality)
+    machine = config.machine
+    if config.measured is not None:
+        dense = settings.model_copy(update={"hisparse": None})
+        machine = calibrate(dense, shape, config.load, config.measured, machine)
+    curve = predict_curve(settings, shape, pools, config.load, config.concurrency, machine, config.locality)
     return ServerPlan(role, settings, pools, curve)
 
 

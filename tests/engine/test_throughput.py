@@ -54,7 +54,7 @@ def test_glm5_as_published():
 
 
 def test_the_curve_measured_on_an_h200_within_a_fifth():
-    """4 layers, bf16, 20,000 tokens in and 1,024 out, SGLang 0.5.16. Of a top-k drawn at random, a share of k / L stays.
+    """4 layers, bf16, 20,000 tokens in and 1,024 out, SGLang 0.5.16; of a top-k drawn at random a share of k / L stays.
 
     The overheads are those of its two runs without HiSparse; the link's 55.5 GB/s were measured apart.
     """

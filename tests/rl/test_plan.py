@@ -50,6 +50,14 @@ def test_without_locality_it_is_not_worth_it(capsys):
     assert "HiSparse is not worth it:" in said(capsys, "locality=0", "pcie_bandwidth=5GB")
 
 
+def test_measurements_replace_the_overheads():
+    _, slow = plan("measured={8: 100, 32: 300}", "context=40960")
+    assert slow.without is not None
+    rates = {point.concurrency: point.tokens_per_s for point in slow.without.curve}
+    assert rates[8] == pytest.approx(100, rel=0.01)
+    assert rates[32] == pytest.approx(300, rel=0.01)
+
+
 def test_a_model_of_one_s_own(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(compose_plan(["model=qwen3_8b"])["model"]["hf_config"]))
     given, named = (
@@ -75,6 +83,7 @@ def test_a_model_of_one_s_own(tmp_path):
         (["host_memory=200GB"], "host_memory=200.0 GB does not hold the 288.2 GB of the host pools"),
         (["engine.hisparse.host_to_device_ratio=16"], "a prompt lies whole on the GPU while it is computed"),
         (["model=character"], "model.checkpoint: give an HF directory"),
+        (["measured={8: 100}"], "measured: give at least two"),
         (["engine.prefix_cache=true"], "hisparse and prefix_cache exclude each other"),
     ],
 )
