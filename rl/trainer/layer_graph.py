@@ -105,20 +105,20 @@ class _Recorded:
         self.x, self.cos, self.sin = (t.new_zeros(size, *t.shape[1:]) for t in (x.detach(), cos, sin))
         self.edges = torch.zeros(spans, dtype=torch.int32, device=x.device)
         self.output, self.grad_output, self.grad_x = (torch.zeros_like(self.x) for _ in range(3))
-        self.longest, self._tokens = longest, 0
+        self.longest = longest
         self._result: Tensor | None = None
         self._replay_forward: Replay
         self._replay_backward: Replay
 
+    @torch.no_grad()
     def load(self, x: Tensor, cos: Tensor, sin: Tensor, edges: Tensor) -> None:
         tokens = len(x)
         for held, given in ((self.x, x), (self.cos, cos), (self.sin, sin)):
-            held.detach()[:tokens].copy_(given)
+            held[:tokens].copy_(given)
         if tokens < len(self.x):  # what a longer micro-batch left
-            self.x.detach()[tokens:].zero_()
+            self.x[tokens:].zero_()
         self.edges[: len(edges)].copy_(edges)
         self.edges[len(edges) :].fill_(len(self.x))
-        self._tokens = tokens
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, edges: Tensor) -> Tensor:
         self.load(x, cos, sin, edges)
