@@ -124,10 +124,11 @@ async def rl_loop(parts: Parts, orchestrator: Orchestrator, first_step: int, rew
                 with stopwatch.phase("evaluate"):
                     await parts.evaluate(step)
             orchestrator.published(step)
+            engine = await parts.generating.engine_figures()
             # From here to the snapshot inside _save_checkpoint nothing is awaited: see Orchestrator.take_dropped.
             dropped = orchestrator.take_dropped()
             ledger.record(step, batch.groups, dropped)
-            seconds = _log_step(parts, orchestrator, step, batch, dropped, result, seconds)
+            seconds = _log_step(parts, orchestrator, step, batch, dropped, result, seconds, engine)
             if step == config.steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
                 await _save_checkpoint(parts, orchestrator, step, rewards_before)
     finally:
@@ -152,12 +153,13 @@ def _log_step(
     dropped: list[DroppedGroup],
     result: UpdateResult,
     before: dict[str, float],
+    engine: dict[str, float],
 ) -> dict[str, float]:
     """Log a step's figures; returns the stopwatch's reading. A step's seconds go from the row before to this one."""
     figures = rollout_figures(batch, dropped, step - 1) | _update_figures(result)
     figures |= {f"scheduler/{name}": value for name, value in orchestrator.scheduler.gauges().items()}
     gateway = dataclasses.asdict(parts.generating.gateway.stats)
-    figures |= {f"gateway/{name}": float(value) for name, value in gateway.items()}
+    figures |= {f"gateway/{name}": float(value) for name, value in gateway.items()} | engine
     reading = parts.stopwatch.read()
     seconds = {name: value - before.get(name, 0.0) for name, value in reading.items()}
     wall = sum(seconds.values())

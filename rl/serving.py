@@ -11,6 +11,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import AutoConfig
+
 from rl.config import ConfigError, RunConfig, TaskConfig
 from rollout.chat import ChatRenderer
 from rollout.engine.fleet import EngineFleet
@@ -18,6 +20,7 @@ from rollout.episode import EpisodeRunner, EpisodeSettings
 from rollout.gateway import Gateway
 from rollout.processes import ManagedProcess, ProcessRegistry, free_ports
 from rollout.task_client import TaskClient, TaskServerError
+from rollout.telemetry import engine_figures
 
 TASK_START_S = 60.0
 TASK_POLL_S = 0.2
@@ -30,6 +33,11 @@ class Serving:
     runner: EpisodeRunner
     slots: Mapping[str, int]
     """Episodes at once, by task."""
+
+    async def engine_figures(self) -> dict[str, float]:
+        """What the servers say of themselves now, and latencies since the last call; ``engine/…`` in a step's row."""
+        figures = engine_figures(await self.fleet.metrics()) | self.gateway.telemetry.latencies()
+        return {f"engine/{name}": value for name, value in figures.items()}
 
 
 async def start_serving(
@@ -46,14 +54,15 @@ async def start_serving(
     Raises:
         ProcessError, EngineError, TaskServerError: something did not come up; the message names it and its log.
     """
-    fleet = EngineFleet(config.engine, registry, logs, on_progress=say)
+    shape = _experts_shape(model_dir) if config.engine.routed_experts else (0, 0)
+    fleet = EngineFleet(config.engine, registry, logs, on_progress=say, experts_shape=shape)
     stack.push_async_callback(fleet.stop)
     clients: dict[str, TaskClient] = {}
     processes: dict[str, list[ManagedProcess]] = {}
     for name, task in config.tasks.items():
         urls, processes[name] = _task_servers(name, task, registry, logs)
         clients[name] = await stack.enter_async_context(TaskClient(name, urls))
-    gateway = Gateway(fleet, renderer, config.engine.context_length, config.model.name)
+    gateway = Gateway(fleet, renderer, config.engine.context_length, config.model.name, config.engine.routed_experts)
     await gateway.start(config.rollout.gateway_host, config.rollout.gateway_port)
     stack.push_async_callback(gateway.stop)
     try:
@@ -68,6 +77,19 @@ async def start_serving(
     return Serving(
         fleet, gateway, EpisodeRunner(gateway, clients, settings), {name: wait.result() for name, wait in waits.items()}
     )
+
+
+def _experts_shape(model_dir: Path) -> tuple[int, int]:
+    """Layers and experts a token of a mixture model, as SGLang counts them: dense layers, too.
+
+    Raises:
+        ConfigError: the model has no experts.
+    """
+    model = AutoConfig.from_pretrained(model_dir).get_text_config()
+    layers, top_k = model.num_hidden_layers, getattr(model, "num_experts_per_tok", None)
+    if top_k is None:
+        raise ConfigError(f"engine.routed_experts: {model_dir} is no mixture of experts; set it to false")
+    return int(layers), int(top_k)
 
 
 async def check_remote_tasks(config: RunConfig) -> None:

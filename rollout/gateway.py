@@ -16,16 +16,22 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollout.chat import ChatRenderer
-from rollout.engine.protocol import EngineError, FinishReason, Generation, Sampling
-from rollout.session import RolloutKey, SessionRecord
+from rollout.engine.protocol import EngineError, EngineLost, EngineMetrics, FinishReason, Generation, Sampling
+from rollout.engine.recovery import Phase
+from rollout.session import RolloutKey, SessionRecord, Turn
+from rollout.telemetry import GatewayStats, Telemetry
 
 log = logging.getLogger(__name__)
 
 MAX_RESUMPTIONS = 64
 """How often the engine may abort one reply, to be resumed by prefix."""
+MAX_LOSSES = 4
+"""How often a reply's engine may die, and the reply be resumed on another: one that kills every engine it meets (a bug
+in the server) must not take the whole fleet down."""
 
 NEUTRAL = {"top_p": 1, "n": 1, "presence_penalty": 0, "frequency_penalty": 0, "stream": False, "logprobs": False}
 """Request fields that may be given with this value only."""
@@ -41,6 +47,10 @@ class Engines(Protocol):
     async def abort(self, request_ids: Sequence[str]) -> None: ...
 
     def end_session(self, session: str) -> None: ...
+
+    async def metrics(self) -> Mapping[str, EngineMetrics]: ...
+
+    def states(self) -> Mapping[str, tuple[Phase, int]]: ...
 
 
 class ChatMessage(BaseModel):
@@ -77,20 +87,6 @@ class Session:
     closed: bool = False
 
 
-@dataclass
-class GatewayStats:
-    """Counters since the start."""
-
-    turns: int = 0
-    sampled_tokens: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    """Prompt tokens that the engines' prefix caches spared."""
-    resumptions: int = 0
-    errors: int = 0
-    """Requests that an engine failed."""
-
-
 def _error(status: int, message: str, code: str) -> web.Response:
     body = {"error": {"message": message, "type": "invalid_request_error" if status < 500 else "engine", "code": code}}
     return web.json_response(body, status=status)
@@ -99,12 +95,21 @@ def _error(status: int, message: str, code: str) -> web.Response:
 class Gateway:
     """The HTTP endpoint and its sessions. Lives in one asyncio loop; ``start`` and ``stop`` frame its life."""
 
-    def __init__(self, engines: Engines, renderer: ChatRenderer, context_length: int, model_name: str) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        renderer: ChatRenderer,
+        context_length: int,
+        model_name: str,
+        routed_experts: bool = False,
+    ) -> None:
         self.engines = engines
         self.renderer = renderer
         self.context_length = context_length
         self.model_name = model_name
-        self.stats = GatewayStats()
+        self.routed_experts = routed_experts
+        """Record which experts computed each token."""
+        self.telemetry = Telemetry()
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
         self._url = ""
@@ -115,6 +120,7 @@ class Gateway:
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._chat)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
         # A client that is gone must not have a turn recorded that its environment never saw.
         self._runner = web.AppRunner(
             app, access_log=None, handle_signals=False, shutdown_timeout=1.0, handler_cancellation=True
@@ -124,6 +130,10 @@ class Gateway:
         await site.start()
         bound_host, bound_port = self._runner.addresses[0][:2]
         self._url = f"http://{bound_host}:{bound_port}"
+
+    @property
+    def stats(self) -> GatewayStats:
+        return self.telemetry.stats
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -158,6 +168,10 @@ class Gateway:
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok", "sessions": self.sessions})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        text = self.telemetry.prometheus(self.sessions, await self.engines.metrics(), self.engines.states())
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": self.model_name, "object": "model"}]})
@@ -200,7 +214,7 @@ class Gateway:
             )
         limit = min(room, chat.max_completion_tokens or chat.max_tokens or room)
         try:
-            generations = await self._generate(session_id, session, prompt, limit)
+            generations = await self._generate(session_id, session, turn, limit)
         except EngineError as error:
             self.stats.errors += 1
             return _error(502, str(error), "engine_error")
@@ -212,35 +226,55 @@ class Gateway:
         self.stats.turns += 1
         return web.json_response(self._body(session_id, reply, generations, len(prompt), len(token_ids)))
 
-    async def _generate(self, session_id: str, session: Session, prompt: list[int], limit: int) -> list[Generation]:
-        """Sample one reply, resuming by prefix whenever the engine aborts it."""
+    async def _generate(self, session_id: str, session: Session, turn: Turn, limit: int) -> list[Generation]:
+        """Sample one reply, resuming by prefix whenever the engine aborts it or dies.
+
+        Every token was sampled after exactly those before it, by the version that it carries; what a dead engine had
+        sampled and not yet sent is lost, and sampled anew.
+        """
         generations: list[Generation] = []
         sampled: list[int] = []
-        turns = session.record.turns
+        rows = turn.segment.expert_rows
+        turns, losses = session.record.turns, 0
         for attempt in range(MAX_RESUMPTIONS + 1):
-            request_id = f"{session_id}.{turns}.{attempt}"
             sampling = Sampling(
                 temperature=session.record.temperature,
                 max_new_tokens=limit - len(sampled),
                 seed=None if session.seed is None else _turn_seed(session.seed, turns, attempt),
+                routed_experts_from=rows if self.routed_experts else None,
             )
-            session.in_flight.add(request_id)
             try:
-                generation = await self.engines.generate(prompt + sampled, sampling, request_id, session_id)
-            except asyncio.CancelledError:
-                await asyncio.shield(self._abort([request_id]))
-                raise
-            finally:
-                session.in_flight.discard(request_id)
+                generation = await self._request(
+                    session_id, session, turn.prompt + sampled, sampling, f"{session_id}.{turns}.{attempt}"
+                )
+            except EngineLost as error:
+                losses += 1
+                self.stats.lost += 1
+                if losses > MAX_LOSSES:
+                    raise EngineError(f"{losses} engines died of one reply of session {session_id}: {error}") from error
+                if error.partial is None:
+                    continue
+                generation = error.partial
             generations.append(generation)
             sampled += generation.token_ids.tolist()
-            self.stats.sampled_tokens += len(generation.token_ids)
-            self.stats.prompt_tokens += generation.prompt_tokens
-            self.stats.cached_tokens += generation.cached_tokens
+            rows += 0 if generation.routed_experts is None else len(generation.routed_experts)
+            self.telemetry.generated(generation)
             if generation.finish_reason is not FinishReason.ABORT or session.closed or len(sampled) >= limit:
                 return generations
             self.stats.resumptions += 1
         raise EngineError(f"a reply of session {session_id} was aborted {MAX_RESUMPTIONS} times")
+
+    async def _request(
+        self, session_id: str, session: Session, token_ids: list[int], sampling: Sampling, request_id: str
+    ) -> Generation:
+        session.in_flight.add(request_id)
+        try:
+            return await self.engines.generate(token_ids, sampling, request_id, session_id)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._abort([request_id]))
+            raise
+        finally:
+            session.in_flight.discard(request_id)
 
     def _body(
         self, session_id: str, reply: str, generations: list[Generation], prompt_tokens: int, new_tokens: int

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from jaxtyping import Int32
 
 from rollout.chat import ChatRenderer, Message
 from rollout.engine.protocol import FinishReason, Generation
@@ -32,6 +33,8 @@ class Segment:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     turn: list[int] = field(default_factory=list)
+    experts: list[Int32[np.ndarray, "positions layers top_k"]] = field(default_factory=list)
+    """Routed experts of the first positions, where they are recorded: each by the request that first passed it."""
     turns: int = 0
     stopped: bool = False
     """Whether the last reply ended with its stop token."""
@@ -48,9 +51,23 @@ class Segment:
             self.logprobs.extend(generation.logprobs.tolist())
             self.versions.extend(generation.weight_versions.tolist())
             self.turn.extend([self.turns] * len(generation.token_ids))
+            if generation.routed_experts is not None:
+                self.experts.append(generation.routed_experts)
         self.turns += 1
         self.stopped = generations[-1].finish_reason is FinishReason.STOP
         self.messages.append(message)
+
+    @property
+    def expert_rows(self) -> int:
+        return sum(len(rows) for rows in self.experts)
+
+    def routed_experts(self) -> Int32[np.ndarray, "tokens layers top_k"] | None:
+        """A row a token; -1 where no request has passed it, as the last one. None where none were recorded."""
+        if not self.experts:
+            return None
+        known = np.concatenate(self.experts)
+        rest = np.full((len(self.token_ids) - len(known), *known.shape[1:]), -1, np.int32)
+        return np.concatenate([known, rest])
 
 
 @dataclass(frozen=True)
@@ -117,6 +134,7 @@ class SessionRecord:
                 sample_id=self.key.sample_id,
                 stop_reason=stop_reason,
                 segment=index,
+                routed_experts=segment.routed_experts(),
                 metrics=metrics,
             )
             for index, segment in enumerate(self.segments)

@@ -14,6 +14,7 @@ from rollout.engine.config_checks import MAX_PORT, problems
 from rollout.engine.disaggregation import DisaggregationConfig, Role
 from rollout.engine.hicache import HiCacheConfig
 from rollout.engine.hisparse import HiSparseConfig
+from rollout.engine.recovery import RecoveryConfig
 from rollout.engine.settings import Argument, Settings
 
 
@@ -70,7 +71,7 @@ class EngineConfig(Settings):
     """For one generation, the wait in the server's queue included."""
     control_timeout_s: float = Field(60.0, gt=0)
     """For pausing, aborting, metrics and each step of a weight update."""
-    health_interval_s: float = Field(10.0, gt=0)
+    recovery: RecoveryConfig = RecoveryConfig()
     extra_args: dict[str, Argument] = Field(default_factory=dict)
     """Further arguments of SGLang's without the dashes (``chunked-prefill-size: 512``; true is a bare flag).
     ``rollout.engine.arguments`` has SGLang's own parser judge them before anything is launched."""

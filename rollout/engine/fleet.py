@@ -1,41 +1,89 @@
-"""Starts the inference servers, watches them, and spreads requests over them."""
+"""Starts the inference servers, watches them, starts dead ones again, and spreads requests over them.
+
+What happens to a server is decided in ``recovery``, which server a request goes to in ``routing``; here is the I/O.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 from rollout.engine.config import EngineConfig
-from rollout.engine.launch import command, environment
-from rollout.engine.protocol import EngineError, Generation, Sampling
+from rollout.engine.launch import ServerSpec, server_specs
+from rollout.engine.launcher import Launched, Launcher, LocalLauncher
+from rollout.engine.pd import rendezvous
+from rollout.engine.protocol import EngineError, EngineLost, EngineMetrics, Generation, Sampling
+from rollout.engine.recovery import UNKNOWN, Action, Do, FleetRecovery, Phase
 from rollout.engine.routing import Router
 from rollout.engine.sglang import SGLangEngine, Timeouts
-from rollout.processes import ManagedProcess, ProcessError, ProcessRegistry, free_ports, require_free_port
+from rollout.processes import ProcessError, ProcessRegistry
 
-DEATH_POLL_S = 0.5
+DEATH_POLL_S = 0.25
 """How often it is looked whether a server's process still runs."""
 START_POLL_S = 0.25
 PROGRESS_S = 5.0
-STOP_GRACE_S = 0.0
-"""A server holds nothing that is worth waiting for: at SIGTERM it only sleeps 5 s, and what SIGKILL leaves in /dev/shm
-(16 KiB) SGLang's next start removes."""
-HEALTH_TIMEOUT_S = 30.0
-"""SGLang itself gives up after 20 s, and then says so."""
-FAILURES_UNTIL_LOST = 2
-"""One failed health check may be a stall; two in a row are not."""
+
+
+class CurrentWeights(Protocol):
+    """How a server that was started again from its model directory gets what the others have. Whoever publishes
+    provides it (``EngineFleet.current``)."""
+
+    async def load(self, engine: SGLangEngine) -> None:
+        """Put exactly the fleet's version into one engine that takes no requests, and have it say so.
+
+        It may be called long after the publication, and on several engines at once: weights that live in buffers which
+        the next training step overwrites must not be read from there.
+
+        Raises:
+            EngineError: it could not be loaded; the server is then started again.
+        """
+        ...
 
 
 @dataclass
 class _Server:
-    index: int
-    name: str
-    process: ManagedProcess
-    engine: SGLangEngine
-    lost: str | None = None
-    """Why it takes no requests; None where it does."""
+    spec: ServerSpec
+    launched: Launched | None = None
+    client: SGLangEngine | None = None
+    watch: asyncio.Task[None] | None = None
+    ending: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def engine(self) -> SGLangEngine:
+        if self.client is None:
+            raise EngineError(f"{self.name} is not running")
+        return self.client
+
+
+class Publication:
+    """One publication in progress; see ``EngineFleet.publication``."""
+
+    def __init__(self, fleet: EngineFleet, participants: Sequence[int]) -> None:
+        self._fleet = fleet
+        self._participants = participants
+        self.holds = fleet.weight_version
+        """Version that the engines are left with; whoever publishes sets it: the new one, or ``UNKNOWN``."""
+
+    @property
+    def engines(self) -> Sequence[SGLangEngine]:
+        """Engines to publish to; those that died since it began are no longer among them, so it may be empty: servers
+        that start again then load the new version."""
+        return self._fleet.engines_in(self._participants)
+
+    async def lost_any(self, engines: Sequence[SGLangEngine]) -> bool:
+        """Whether one of these died since: publishing to the rest is then worth another try."""
+        await self._fleet.look_for_deaths()
+        return len(self.engines) < len(engines)
 
 
 class EngineFleet:
@@ -51,44 +99,72 @@ class EngineFleet:
         registry: ProcessRegistry,
         log_dir: Path,
         on_progress: Callable[[str], None] = lambda message: None,
+        launcher: Launcher | None = None,
+        experts_shape: tuple[int, int] = (0, 0),
     ) -> None:
         self.config = config
-        self._registry = registry
-        self._log_dir = log_dir
+        self.current: CurrentWeights | None = None
+        """None while the servers' model directory holds the weights."""
+        self._launcher = launcher or LocalLauncher(config, registry, log_dir)
         self._on_progress = on_progress
-        self._servers: list[_Server] = []
-        self._router = Router(config.servers)
+        self._experts_shape = experts_shape
+        self._servers = [_Server(spec) for spec in server_specs(config)]
+        self._prefill = [s.spec.index for s in self._servers if s.spec.role == "prefill"]
+        self._generating = [s.spec.index for s in self._servers if s.spec.role != "prefill"]
+        self._router = Router(len(self._generating))
+        self._prefill_router = Router(len(self._prefill))
+        self._rng = random.Random()
+        self._recovery = FleetRecovery(config.recovery, len(self._servers), 0)
         self._requests: dict[str, int] = {}
-        self._watches: list[asyncio.Task[None]] = []
-        self.weight_version = 0
-        """Of the last publication; whoever publishes sets it."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._model_dir = Path()
+        self._model_version = 0
+        self._running = False
+
+    @property
+    def weight_version(self) -> int:
+        """Of the last publication."""
+        return self._recovery.version
 
     @property
     def engines(self) -> Sequence[SGLangEngine]:
-        """Those that take requests. A lost one comes back only with the weights that these have.
+        """Those that take requests.
 
         Raises:
-            EngineError: none is left.
+            EngineError: none does now.
         """
-        live = [server.engine for server in self._servers if server.lost is None]
+        live = [self._servers[index].engine for index in self._recovery.serving] if self._running else []
         if not live:
-            raise EngineError(f"no inference server is left: {self.lost or 'none was started'}")
+            raise EngineError(f"no inference server takes requests: {self.lost or 'none was started'}")
         return live
 
+    def engines_in(self, indexes: Sequence[int]) -> Sequence[SGLangEngine]:
+        """Of these servers, those that have not died."""
+        alive = (Phase.SERVING, Phase.SUSPECT)
+        return [self._servers[index].engine for index in indexes if self._recovery.phase(index) in alive]
+
     @property
-    def processes(self) -> Sequence[ManagedProcess]:
-        return [server.process for server in self._servers]
+    def processes(self) -> Mapping[str, Launched]:
+        """By server name; those that run."""
+        return {server.name: server.launched for server in self._servers if server.launched is not None}
 
     @property
     def lost(self) -> dict[str, str]:
         """Why servers take no requests, in a line each, by server name; empty where all do."""
-        return {server.name: server.lost.splitlines()[0] for server in self._servers if server.lost is not None}
+        told = {}
+        for index, server in enumerate(self._servers):
+            phase = self._recovery.phase(index)
+            if phase is not Phase.SERVING:
+                reason = self._recovery.reason(index).splitlines()
+                told[server.name] = f"{phase}: {reason[0]}" if reason else str(phase)
+        return told if self._running else {}
 
     async def start(self, model_dir: Path, weight_version: int = 0) -> None:
         """Start all servers together and wait until each has generated a token; on failure none is left running.
 
         Args:
-            model_dir: HF directory.
+            model_dir: HF directory; also where a server that dies is started from again.
             weight_version: version of its weights.
 
         Raises:
@@ -96,145 +172,319 @@ class EngineFleet:
                 of its log.
             EngineError: where a server generates nothing within ``start_timeout_s``.
         """
-        ports = self._ports()
-        self.weight_version = weight_version
+        self._launcher.check()
+        self._model_dir, self._model_version = model_dir, weight_version
+        self._recovery = FleetRecovery(self.config.recovery, len(self._servers), weight_version)
+        self._running = True
         try:
-            for index, port in enumerate(ports):
-                self._servers.append(self._launch(index, port, model_dir, weight_version))
-            await self._wait_until_all_generate()
+            await _all(self._bring_up(server) for server in self._servers)
+            for server in self._servers:
+                self._apply(self._recovery.generates(server.spec.index))
+            await self._until_all_serve()
         except BaseException:
             await self.stop()
             raise
-        for server in self._servers:
-            self._watches.append(asyncio.create_task(self._watch_process(server), name=f"{server.name}-process"))
-            self._watches.append(asyncio.create_task(self._watch_health(server), name=f"{server.name}-health"))
+        self._spawn(self._watch_deaths(), "deaths")
 
     async def stop(self) -> None:
         """Stop watching, close the connections, stop the servers; may be called again."""
-        watches, self._watches = self._watches, []
-        for watch in watches:
-            watch.cancel()
-        await asyncio.gather(*watches, return_exceptions=True)
-        servers, self._servers = self._servers, []
-        for server in reversed(servers):
-            await server.engine.close()
-        await asyncio.gather(*(asyncio.to_thread(self._registry.stop, server.process) for server in servers))
+        self._running = False
+        tasks = [*self._tasks, *(server.watch for server in self._servers if server.watch is not None)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+        await asyncio.gather(*(self._end(server) for server in reversed(self._servers)))
+        self._changed.set()
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_id: str, session: str) -> Generation:
-        """Generate on the session's server.
+        """Generate on the session's server; where none takes requests but one is being started again, wait for that.
 
         Raises:
+            EngineLost: the server died; with what it had sampled. Sent again, the request goes to another.
             EngineError: also, and at once, where no server is left.
         """
-        index = self._router.pick(session)
-        if index is None or index >= len(self._servers):
-            raise EngineError(f"no inference server takes requests: {self.lost or 'none was started'}")
+        slot = await self._pick(self._router, session, token_ids)
+        index = self._generating[slot]
         self._requests[request_id] = index
         try:
-            with self._router.request(index):
-                return await self._servers[index].engine.generate(token_ids, sampling, request_id)
+            with self._router.request(slot):
+                if not self._prefill:
+                    return await self._on(index, token_ids, sampling, request_id)
+                return await self._apart(index, token_ids, sampling, request_id, session)
         finally:
             self._requests.pop(request_id, None)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; ids that are not in flight are ignored."""
-        for server in list(self._servers):
-            mine = [request for request in request_ids if self._requests.get(request) == server.index]
-            if mine and server.lost is None:
-                await server.engine.abort(mine)
+        for server in self._servers:
+            mine = [request for request in request_ids if self._requests.get(request) == server.spec.index]
+            if mine and server.client is not None:
+                await server.client.abort(mine)
 
     def end_session(self, session: str) -> None:
         """The session sends nothing more."""
         self._router.end_session(session)
+        self._prefill_router.end_session(session)
 
-    def _ports(self) -> list[int]:
-        if self.config.port is None:
-            return free_ports(self.config.servers)
-        ports = [self.config.port + index for index in range(self.config.servers)]
-        for index, port in enumerate(ports):
-            require_free_port(f"engine-{index}", port)
-        return ports
+    async def metrics(self) -> Mapping[str, EngineMetrics]:
+        """Of the servers that take requests and answer, by name."""
 
-    def _launch(self, index: int, port: int, model_dir: Path, weight_version: int) -> _Server:
-        name = f"engine-{index}"
-        process = self._registry.start(
-            name,
-            command(self.config, model_dir, port, weight_version, index),
-            self._log_dir / f"{name}.log",
-            environment(self.config),
-            STOP_GRACE_S,
-        )
-        timeouts = Timeouts(self.config.request_timeout_s, self.config.control_timeout_s, HEALTH_TIMEOUT_S)
-        return _Server(index, name, process, SGLangEngine(f"http://127.0.0.1:{port}", timeouts))
+        async def read(server: _Server) -> tuple[str, EngineMetrics | None]:
+            try:
+                return server.name, await server.engine.metrics()
+            except EngineError:
+                return server.name, None
 
-    async def _wait_until_all_generate(self) -> None:
-        waits = {asyncio.create_task(self._wait_until_generating(server)): server for server in self._servers}
+        answers = await asyncio.gather(*(read(self._servers[index]) for index in self._recovery.serving))
+        return {name: metrics for name, metrics in answers if metrics is not None}
+
+    def states(self) -> Mapping[str, tuple[Phase, int]]:
+        """Phase and restarts in a row of each server, by name."""
+        return {s.name: (self._recovery.phase(i), self._recovery.restarts(i)) for i, s in enumerate(self._servers)}
+
+    @contextlib.asynccontextmanager
+    async def publication(self) -> AsyncIterator[Publication]:
+        """Publish within this: meanwhile no server joins. Set ``Publication.holds`` and ``current`` before it ends."""
+        publication = Publication(self, self._recovery.publish_begun())
         try:
-            done, pending = await asyncio.wait(
-                waits, timeout=self.config.start_timeout_s, return_when=asyncio.FIRST_EXCEPTION
-            )
-            for task in done:
-                task.result()
-            if pending:
-                late = ", ".join(f"{waits[task].name} (see {waits[task].process.log_path})" for task in pending)
-                raise EngineError(f"no token from {late} within {self.config.start_timeout_s:g} s of the start")
+            yield publication
         finally:
-            for task in waits:
-                task.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
+            if publication.holds != self.weight_version:
+                for slot in range(len(self._generating)):
+                    self._router.forget_cache(slot)
+            self._apply(self._recovery.publish_ended(publication.holds))
 
-    async def _wait_until_generating(self, server: _Server) -> None:
+    async def look_for_deaths(self) -> None:
+        """Look now, not at the next poll."""
+        for index, server in enumerate(self._servers):
+            launched = server.launched
+            if launched is None or self._recovery.phase(index) is Phase.STARTING:  # whose start looks for itself
+                continue
+            if (reason := await launched.failure()) is not None and launched is server.launched:
+                self._apply(self._recovery.died(index, reason, time.monotonic()))
+
+    # Requests
+
+    async def _pick(self, router: Router, session: str, token_ids: Sequence[int]) -> int:
+        deadline = time.monotonic() + self.config.request_timeout_s
+        while True:
+            self._changed.clear()
+            slot = router.pick(session, token_ids) if self._running else None
+            if slot is not None:
+                return slot
+            if not self._running or not self._recovery.hopeful:
+                raise EngineError(f"no inference server is left: {self.lost or 'none was started'}")
+            try:
+                await asyncio.wait_for(self._changed.wait(), min(1.0, max(deadline - time.monotonic(), 0.0)))
+            except TimeoutError as error:
+                if time.monotonic() >= deadline:
+                    waited = f"{self.config.request_timeout_s:g} s"
+                    raise EngineError(f"no inference server took requests for {waited}: {self.lost}") from error
+
+    async def _on(
+        self,
+        index: int,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        request_id: str,
+        placement: Mapping[str, Any] | None = None,
+    ) -> Generation:
+        try:
+            return await self._servers[index].engine.generate(token_ids, sampling, request_id, placement)
+        except EngineLost:
+            self._apply(self._recovery.suspected(index))
+            raise
+
+    async def _apart(
+        self, decode: int, token_ids: Sequence[int], sampling: Sampling, request_id: str, session: str
+    ) -> Generation:
+        """Prefill on one server, decode on another. The first to fail ends both."""
+        slot = await self._pick(self._prefill_router, session, token_ids)
+        prefill = self._servers[self._prefill[slot]]
+        port = prefill.spec.bootstrap_port
+        assert port is not None, "a prefill server has a bootstrap port"
+        meeting = rendezvous(prefill.engine.url, port, self._rng).fields()
+        with self._prefill_router.request(slot):
+            prefilling = asyncio.create_task(
+                self._on(prefill.spec.index, token_ids, sampling, f"{request_id}.prefill", meeting)
+            )
+            decoding = asyncio.create_task(self._on(decode, token_ids, sampling, request_id, meeting))
+            try:
+                await asyncio.wait({prefilling, decoding}, return_when=asyncio.FIRST_EXCEPTION)
+                if decoding.done():
+                    return decoding.result()
+                prefilling.result()  # it failed, and the decode server would wait for its KV cache
+                return await decoding
+            finally:
+                for task in (prefilling, decoding):
+                    task.cancel()
+                await asyncio.gather(prefilling, decoding, return_exceptions=True)
+
+    # A server's life
+
+    def _apply(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            server = self._servers[action.server]
+            if action.do is Do.ROUTE:
+                router, slot = self._routed_by(server)
+                router.set_healthy(slot, True)
+                self._on_progress(f"{server.name} takes requests with weights of version {self.weight_version}")
+                server.watch = server.watch or self._spawn(self._watch_health(server), f"{server.name}-health")
+            elif action.do is Do.UNROUTE:
+                router, slot = self._routed_by(server)
+                router.set_healthy(slot, False)
+            elif action.do is Do.KILL:
+                self._on_progress(f"lost {server.name}: {action.reason}")
+                self._spawn(self._end(server), f"{server.name}-kill")
+            elif action.do is Do.START:
+                self._spawn(self._restart(server), f"{server.name}-start")
+            elif action.do is Do.LOAD:
+                self._spawn(self._join(server), f"{server.name}-join")
+            elif action.do is Do.GIVE_UP:
+                self._on_progress(f"{server.name} is given up: it died {self.config.recovery.max_restarts + 1} times")
+        self._changed.set()
+
+    def _routed_by(self, server: _Server) -> tuple[Router, int]:
+        """The router that knows it, and by which index."""
+        if server.spec.role == "prefill":
+            return self._prefill_router, self._prefill.index(server.spec.index)
+        return self._router, self._generating.index(server.spec.index)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _bring_up(self, server: _Server) -> None:
+        """Launch a server and wait for its first token."""
+        server.launched = await self._launcher.launch(server.spec, self._model_dir, self._model_version)
+        timeouts = Timeouts(
+            self.config.request_timeout_s, self.config.control_timeout_s, self.config.recovery.heartbeat_timeout_s
+        )
+        server.client = SGLangEngine(
+            server.launched.url, timeouts, experts_shape=self._experts_shape, metrics=self.config.metrics
+        )
+        try:
+            async with asyncio.timeout(self.config.start_timeout_s):
+                await self._until_generating(server)
+        except TimeoutError as error:
+            raise EngineError(
+                f"no token from {server.name} (see {server.launched.log}) within {self.config.start_timeout_s:g} s of "
+                "the start"
+            ) from error
+
+    async def _until_generating(self, server: _Server) -> None:
+        assert server.launched is not None
         started = time.monotonic()
         said = 0.0
         while True:
-            server.process.check()
-            try:
-                await server.engine.generate([0], Sampling(temperature=0.0, max_new_tokens=1), f"start-{server.name}")
-            except EngineError:  # it does not listen yet; start_timeout_s bounds this
-                await asyncio.sleep(START_POLL_S)
-            else:
-                self._on_progress(f"{server.name} serves {server.engine.url} after {time.monotonic() - started:.1f} s")
+            if (reason := await server.launched.failure()) is not None:
+                raise ProcessError(reason)
+            if await self._first_token(server):
+                took = time.monotonic() - started
+                self._on_progress(f"{server.name} serves {server.engine.url} after {took:.1f} s")
                 return
+            await asyncio.sleep(START_POLL_S)
             if (waited := time.monotonic() - started) - said >= PROGRESS_S:
                 said = waited
                 self._on_progress(f"{server.name} is starting, {waited:.0f} s so far")
 
-    async def _watch_process(self, server: _Server) -> None:
+    async def _first_token(self, server: _Server) -> bool:
+        """Whether it generates. A server that has only half of a model's work (PD) is asked by its own check."""
+        if server.spec.role != "both":
+            return await server.engine.health()
+        try:
+            await server.engine.generate([0], Sampling(temperature=0.0, max_new_tokens=1), f"start-{server.name}")
+        except EngineError:  # it does not listen yet; start_timeout_s bounds this
+            return False
+        return True
+
+    async def _until_all_serve(self) -> None:
+        async with asyncio.timeout(self.config.start_timeout_s):
+            while len(self._recovery.serving) < len(self._servers):
+                self._changed.clear()
+                for index, server in enumerate(self._servers):
+                    if self._recovery.phase(index) in (Phase.DOWN, Phase.LOST):
+                        raise EngineError(
+                            f"{server.name} died while the servers started: {self._recovery.reason(index)}"
+                        )
+                await asyncio.wait_for(self._changed.wait(), self.config.start_timeout_s)
+
+    async def _restart(self, server: _Server) -> None:
+        index = server.spec.index
+        try:
+            await self._end(server)
+            self._on_progress(f"{server.name} starts again, attempt {self._recovery.restarts(index)}")
+            await self._bring_up(server)
+        except (EngineError, ProcessError) as error:
+            self._apply(self._recovery.died(index, str(error), time.monotonic()))
+        else:
+            router, slot = self._routed_by(server)
+            router.forget_cache(slot)
+            self._apply(self._recovery.generates(index))
+
+    async def _join(self, server: _Server) -> None:
+        """Give a server the fleet's weights, where it has others, and have it say its version."""
+        index, wanted, launched = server.spec.index, self.weight_version, server.launched
+        failure: EngineError | None = None
+        version = UNKNOWN
+        try:
+            if self.current is not None:
+                await self.current.load(server.engine)
+            version = await server.engine.weight_version()
+            if version not in (wanted, self.weight_version):
+                raise EngineError(f"it says that it has version {version}, the others have {wanted}")
+        except EngineError as error:
+            failure = error
+        if launched is not server.launched:
+            return  # it died meanwhile, which was reported
+        if failure is None:
+            self._apply(self._recovery.joined(index, version, time.monotonic()))
+        else:
+            self._apply(self._recovery.died(index, f"{server.name} could not join: {failure}", time.monotonic()))
+
+    async def _end(self, server: _Server) -> None:
+        """Break its connections, so that what it has in flight goes elsewhere, and kill it."""
+        async with server.ending:  # nothing starts in its place while it is being killed
+            client, server.client = server.client, None
+            launched, server.launched = server.launched, None
+            if client is not None:
+                await client.close()
+            if launched is not None:
+                await launched.stop()
+
+    async def _watch_deaths(self) -> None:
         while True:
-            try:
-                server.process.check()
-            except ProcessError as error:
-                await self._lose(server, str(error))
-                return
+            await self.look_for_deaths()
+            self._apply(self._recovery.tick(time.monotonic()))
             await asyncio.sleep(DEATH_POLL_S)
 
     async def _watch_health(self, server: _Server) -> None:
-        failures = 0
-        while server.process.exit_code is None:
-            await asyncio.sleep(self.config.health_interval_s)
-            if await server.engine.health():
-                failures = 0
-                if server.lost is not None and await self._is_current(server):
-                    server.lost = None
-                    self._router.set_healthy(server.index, True)
-                    self._on_progress(f"{server.name} is healthy again")
+        """Heartbeats, for as long as the fleet runs; a suspect's come without a pause."""
+        index = server.spec.index
+        while True:
+            if self._recovery.phase(index) is not Phase.SUSPECT:
+                await asyncio.sleep(self.config.recovery.heartbeat_interval_s)
             else:
-                failures += 1
-                if failures == FAILURES_UNTIL_LOST:
-                    await self._lose(server, f"{server.name} at {server.engine.url} does not generate")
+                await asyncio.sleep(DEATH_POLL_S)
+            client = server.client
+            if client is None or self._recovery.phase(index) not in (Phase.SERVING, Phase.SUSPECT):
+                continue
+            answered = await client.health()
+            if client is server.client:  # else it died meanwhile
+                self._apply(self._recovery.heartbeat(index, answered, time.monotonic()))
 
-    async def _is_current(self, server: _Server) -> bool:
-        """Whether a server that was lost may take requests again: nothing was published without it."""
-        if server.process.exit_code is not None:
-            return False
-        try:
-            return await server.engine.weight_version() == self.weight_version
-        except EngineError:
-            return False
 
-    async def _lose(self, server: _Server, reason: str) -> None:
-        """Take a server out of routing and fail what it has in flight, which would else wait for its timeout."""
-        server.lost = reason
-        self._router.set_healthy(server.index, False)
-        self._on_progress(f"lost {reason}")
-        await server.engine.close()
+async def _all(work: Any) -> None:
+    """Run all together; the first failure ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for item in work:
+                group.create_task(item)
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+__all__ = ["UNKNOWN", "CurrentWeights", "EngineFleet", "Publication"]

@@ -129,6 +129,7 @@ def arguments(config: EngineConfig, model_dir: Path, port: int, weight_version: 
         "random-seed": config.seed,
         "skip-tokenizer-init": True,  # ids in, ids out: nothing to decode
         "skip-server-warmup": True,  # the fleet's first request does that
+        "incremental-streaming-output": True,
         "log-level": "warning",
         "disable-radix-cache": not config.prefix_cache,
         "enable-deterministic-inference": config.deterministic,

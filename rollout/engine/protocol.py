@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +13,18 @@ from jaxtyping import Float32, Int32
 
 class EngineError(RuntimeError):
     """The engine refused a request, died, or did not answer in time; the message names its URL."""
+
+
+class EngineLost(EngineError):
+    """The connection to the engine broke: it died, or was given up because it hangs.
+
+    Nothing is wrong with the request, so it may be sent to another engine. ``partial`` holds what had been sampled and
+    received by then (its finish reason is ABORT); None where nothing was.
+    """
+
+    def __init__(self, message: str, partial: Generation | None = None) -> None:
+        super().__init__(message)
+        self.partial = partial
 
 
 class FinishReason(enum.StrEnum):
@@ -32,6 +44,39 @@ class Sampling:
     max_new_tokens: int
     seed: int | None = None
     """Makes this generation reproducible where the engine runs deterministically; else ignored."""
+    top_logprobs: int = 0
+    """So many of the likeliest tokens are returned at each position."""
+    routed_experts_from: int | None = None
+    """Return the experts that a mixture model chose, from this position of prompt and answer on; None: do not."""
+
+
+@dataclass(frozen=True)
+class TopLogprobs:
+    """The likeliest tokens at each position, the likeliest first."""
+
+    token_ids: Int32[np.ndarray, "new k"]
+    logprobs: Float32[np.ndarray, "new k"]
+
+
+@dataclass(frozen=True)
+class CachedTokens:
+    """Prompt tokens that a prefix cache spared, by the tier that held them."""
+
+    hbm: int = 0
+    host: int = 0
+    storage: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.hbm + self.host + self.storage
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds from sending a request, as its client saw them."""
+
+    first_token_s: float
+    total_s: float
 
 
 @dataclass(frozen=True)
@@ -44,8 +89,12 @@ class Generation:
     weight_versions: Int32[np.ndarray, " new"]
     finish_reason: FinishReason
     prompt_tokens: int
-    cached_tokens: int
-    """Prompt tokens that a prefix cache spared."""
+    cached: CachedTokens = CachedTokens()
+    latency: Latency | None = None
+    """None where no token came."""
+    top_logprobs: TopLogprobs | None = None
+    routed_experts: Int32[np.ndarray, "positions layers top_k"] | None = None
+    """From ``Sampling.routed_experts_from`` on. The last token has none: no forward pass has seen it."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +104,16 @@ class EngineMetrics:
     running: int
     waiting: int
     kv_used_share: float
-    """Share of the KV pool's tokens in use, 0..1."""
+    """Share of the tokens of the KV pool in HBM that are in use, 0..1."""
     tokens_per_second: float
-    raw: Mapping[str, float]
+    kv_host_used_share: float | None = None
+    """The same of the pool in host memory (HiCache, HiSparse); None where there is none, or it is not reported."""
+    prefix_hit_share: float | None = None
+    """Share of the prompt tokens of late that the prefix cache spared, as the server sees it."""
+    hisparse_hit_share: float | None = None
+    """Share of the top-k entries that were in HBM; None where HiSparse is off, or the server does not say."""
+    raw: Mapping[str, float] = field(default_factory=dict)
+    """Everything else that it reports, by its own names."""
 
 
 class Engine(Protocol):

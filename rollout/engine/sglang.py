@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float32
 
-from rollout.engine.protocol import EngineMetrics, Generation, Sampling
-from rollout.engine.sglang_answers import parse_generation, parse_loads
+from rollout.engine.protocol import EngineLost, EngineMetrics, Generation, Sampling
+from rollout.engine.sglang_answers import GenerationStream, host_used_share, parse_loads, parse_prometheus
 from rollout.engine.sglang_http import Timeouts
 from rollout.engine.sglang_weights import SGLangWeights
 
@@ -18,33 +20,54 @@ __all__ = ["SGLangEngine", "Timeouts"]
 
 RID_END = "#"
 """Ends every request id on the wire: SGLang aborts all requests whose id *begins* with the one given."""
+STREAM_INTERVAL = 32
+"""Tokens an event, after the first token's: a server that dies costs a reply at most so many tokens less one."""
 
 
 class SGLangEngine(SGLangWeights):
-    """Implements ``rollout.engine.protocol.Engine``; what publishing weights calls is in ``SGLangWeights``."""
+    """Implements ``rollout.engine.protocol.Engine``; what publishing weights calls is in ``SGLangWeights``.
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_id: str) -> Generation:
-        """Sample a continuation. ``request_id`` must be unique among the requests in flight."""
-        parameters: dict[str, Any] = {
-            "temperature": sampling.temperature,
-            "max_new_tokens": sampling.max_new_tokens,
-            # Said so that no preference of the server's or of the model's restricts the sampling.
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-        }
-        if sampling.seed is not None:
-            parameters["sampling_seed"] = sampling.seed
-        body = {
-            "rid": request_id + RID_END,
-            "input_ids": [int(token) for token in token_ids],
-            "sampling_params": parameters,
-            "return_logprob": True,
-        }
-        answer = await self._call("POST", "/generate", body, self._timeouts.request_s)
-        with self._answer_errors("/generate"):
-            return parse_generation(answer, prompt_tokens=len(token_ids))
+    ``experts_shape``: layers and experts a token of a mixture model, to read routed experts.
+    """
+
+    def __init__(
+        self, url: str, timeouts: Timeouts | None = None, experts_shape: tuple[int, int] = (0, 0), metrics: bool = False
+    ) -> None:
+        super().__init__(url, timeouts)
+        self._experts_shape = experts_shape
+        self._prometheus = metrics
+
+    async def close(self) -> None:
+        """Close the connections; calls in flight, and those that wait for the end of a pause, fail."""
+        await super().close()
+        self._open.set()
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        request_id: str,
+        placement: Mapping[str, Any] | None = None,
+    ) -> Generation:
+        """Sample a continuation. ``request_id`` must be unique among the requests in flight.
+
+        Args:
+            placement: further fields of the request, such as where its prefix is computed (``rollout.engine.pd``).
+
+        Raises:
+            EngineLost: the server died meanwhile; with what had come by then.
+        """
+        stream = GenerationStream(len(token_ids), sampling.routed_experts_from, self._experts_shape)
+        body = generate_body(token_ids, sampling, request_id) | dict(placement or {})
+        await self.until_open()
+        sent = time.monotonic()
+        try:
+            with self._answer_errors("/generate"):
+                async for event in self._events("/generate", body, self._timeouts.request_s):
+                    stream.add(event, time.monotonic() - sent)
+                return stream.finish()
+        except EngineLost as error:
+            raise EngineLost(str(error), stream.partial) from error
 
     async def score(self, token_ids: Sequence[int]) -> Float32[np.ndarray, " tokens"]:
         """Log-prob of each token given those before it, at temperature 1; position 0 is 0."""
@@ -81,4 +104,38 @@ class SGLangEngine(SGLangWeights):
         """Sums over the server's data-parallel ranks; ``kv_used_share`` is the fullest rank's."""
         answer = await self._call("GET", "/v1/loads", None, self._timeouts.control_s)
         with self._answer_errors("/v1/loads"):
-            return parse_loads(answer)
+            loads = parse_loads(answer)
+        if not self._prometheus:
+            return loads
+        text = await self._text("/metrics", self._timeouts.control_s)
+        with self._answer_errors("/metrics"):
+            samples = parse_prometheus(text)
+            return dataclasses.replace(loads, kv_host_used_share=host_used_share(samples), raw={**loads.raw, **samples})
+
+
+def generate_body(token_ids: Sequence[int], sampling: Sampling, request_id: str) -> dict[str, Any]:
+    """Request of ``/generate`` that streams."""
+    parameters: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "max_new_tokens": sampling.max_new_tokens,
+        "stream_interval": STREAM_INTERVAL,
+        # Said so that no preference of the server's or of the model's restricts the sampling.
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+    }
+    if sampling.seed is not None:
+        parameters["sampling_seed"] = sampling.seed
+    body: dict[str, Any] = {
+        "rid": request_id + RID_END,
+        "input_ids": [int(token) for token in token_ids],
+        "sampling_params": parameters,
+        "return_logprob": True,
+        "stream": True,
+    }
+    if sampling.top_logprobs:
+        body["top_logprobs_num"] = sampling.top_logprobs
+    if sampling.routed_experts_from is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": sampling.routed_experts_from}
+    return body

@@ -1,18 +1,18 @@
-"""The connection to one SGLang server: one pool, a timeout for every call, errors that name the URL."""
+"""The connection to one inference server: one pool, a timeout for every call, errors that name the URL."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
 
-from rollout.engine.protocol import EngineError
+from rollout.engine.protocol import EngineError, EngineLost
 
 SHOWN_CHARACTERS = 500
 """How much of an error answer's body an error shows."""
@@ -30,16 +30,19 @@ class Timeouts:
     connect_s: float = 5.0
 
 
-class SGLangConnection:
+class Connection:
     """One connection pool, made at the first call and bound to that event loop; ``close`` it, or use ``async with``.
 
     Every call raises ``EngineError``, which names the URL, where the server refuses, is gone, or is late.
     """
 
-    def __init__(self, url: str, timeouts: Timeouts | None = None) -> None:
+    def __init__(self, url: str, timeouts: Timeouts | None = None, headers: Mapping[str, str] | None = None) -> None:
         self.url = url.rstrip("/")
+        self._headers = dict(headers or {})
         self._timeouts = timeouts or Timeouts()
         self._session: aiohttp.ClientSession | None = None
+        self._responses: set[aiohttp.ClientResponse] = set()
+        self._closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -50,7 +53,10 @@ class SGLangConnection:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections; calls in flight fail."""
+        """Close the connections; calls in flight fail with ``EngineLost``."""
+        self._closed = True
+        for response in list(self._responses):
+            response.close()  # closing the pool does not wake those that wait for more of an answer
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -67,25 +73,68 @@ class SGLangConnection:
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
         """The answer's JSON, or None where it is not JSON."""
+        async with self._request(method, path, body, timeout_s) as response:
+            text = await response.text()
+            return json.loads(text) if response.content_type == "application/json" else None
+
+    async def _text(self, path: str, timeout_s: float) -> str:
+        async with self._request("GET", path, None, timeout_s) as response:
+            return await response.text()
+
+    async def _events(self, path: str, body: Mapping[str, Any], timeout_s: float) -> AsyncIterator[Mapping[str, Any]]:
+        """The answer's server-sent events, up to ``[DONE]``.
+
+        Raises:
+            EngineLost: also where the stream ends without it.
+        """
+        async with self._request("POST", path, body, timeout_s) as response:
+            if response.content_type != "text/event-stream":
+                raise EngineError(f"POST {self.url}{path} answered with {response.content_type}, not with events")
+            pending = bytearray()
+            async for received in response.content.iter_any():  # a line of routed experts exceeds aiohttp's line limit
+                pending += received
+                *lines, rest = pending.split(b"\n")
+                pending = bytearray(rest)
+                for line in lines:
+                    if not line.startswith(b"data:"):
+                        continue
+                    if (data := line[5:].strip()) == b"[DONE]":
+                        return
+                    yield json.loads(data)
+        raise EngineLost(f"POST {self.url}{path} ended before its answer did")
+
+    @contextlib.asynccontextmanager
+    async def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         where = f"{method} {self.url}{path}"
+        if self._closed:
+            raise EngineLost(f"{where}: the connection was closed")
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),  # SGLang queues better than a pool does
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeouts.connect_s),
+                headers=self._headers,
             )
         try:
             async with (
                 asyncio.timeout(timeout_s),
                 self._session.request(method, self.url + path, json=body) as response,
             ):
-                text = await response.text()
                 if response.status != 200:
+                    text = await response.text()
                     raise EngineError(f"{where} answered {response.status}: {text[:SHOWN_CHARACTERS]}")
-                return json.loads(text) if response.content_type == "application/json" else None
+                self._responses.add(response)
+                try:
+                    yield response
+                finally:
+                    self._responses.discard(response)
         except TimeoutError as error:
             raise EngineError(f"{where} did not answer within {timeout_s:g} s") from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise EngineError(f"{where} failed: {type(error).__name__}: {error}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineLost(f"{where} failed: {type(error).__name__}: {error}") from error
+        except ValueError as error:
+            raise EngineError(f"{where} answered no JSON: {error}") from error
 
     @contextlib.contextmanager
     def _answer_errors(self, path: str) -> Iterator[None]:

@@ -1,25 +1,27 @@
-"""Starting, routing and losing servers. The servers answer like SGLang and start at once."""
+"""Starting, routing, losing and bringing back servers. The servers answer like SGLang and start at once."""
 
 import asyncio
 import os
 import signal
 import socket
 import sys
-import time
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from rollout.engine import fleet as fleet_module
+from rollout.engine import launcher as launcher_module
 from rollout.engine.config import EngineConfig
-from rollout.engine.fleet import EngineFleet
-from rollout.engine.protocol import EngineError, Sampling
+from rollout.engine.fleet import UNKNOWN, EngineFleet
+from rollout.engine.protocol import EngineError, EngineLost, Sampling
+from rollout.engine.recovery import Phase, RecoveryConfig
 from rollout.processes import ProcessError, ProcessRegistry, free_port
 from tests.engine.conftest import until
 
 FAKE = Path(__file__).with_name("fake_server.py")
 ONE_TOKEN = Sampling(1.0, 1)
-ENDLESS = Sampling(1.0, 100)
+ENDLESS = Sampling(1.0, 9000)
+QUICK = RecoveryConfig(heartbeat_interval_s=0.2, heartbeat_timeout_s=0.5, backoff_s=0.1)
 
 
 @pytest.fixture
@@ -32,9 +34,10 @@ def registry():
 def make_fleet(registry, monkeypatch, tmp_path):
     def make(behaviours=("serves",), **settings):
         def command(config, model_dir, port, weight_version, index):
-            return [sys.executable, str(FAKE), str(port), behaviours[index]]
+            return [sys.executable, str(FAKE), str(port), behaviours[index], str(weight_version)]
 
-        monkeypatch.setattr(fleet_module, "command", command)
+        monkeypatch.setattr(launcher_module, "command", command)
+        settings = {"recovery": QUICK} | settings
         config = EngineConfig(context_length=128, servers=len(behaviours), **settings)
         fleet = EngineFleet(config, registry, tmp_path, messages.append)
         fleet.messages = messages
@@ -44,16 +47,57 @@ def make_fleet(registry, monkeypatch, tmp_path):
     return make
 
 
+@asynccontextmanager
+async def started(fleet):
+    await fleet.start(Path("unused"))
+    try:
+        yield fleet
+    finally:
+        await fleet.stop()
+
+
+def port(generation):
+    """Which server it was: the fake says it so."""
+    return generation.cached.total
+
+
+async def server_of(fleet, session):
+    """Name and process of the server that a session is on."""
+    asked = port(await fleet.generate([1], ONE_TOKEN, f"which-{session}", session))
+    return next((name, p) for name, p in fleet.processes.items() if p.url.endswith(str(asked)))
+
+
+async def phase_is(fleet, name, phase):
+    async def reached():
+        return fleet.states()[name][0] is phase
+
+    await until(reached, 60)
+
+
+class DiskWeights:
+    """What a publisher provides; counts the servers that asked."""
+
+    def __init__(self, version):
+        self.version = version
+        self.loads = 0
+
+    async def load(self, engine):
+        self.loads += 1
+        await engine.update_weights_from_disk("unused", self.version, True)
+
+
+async def publish(fleet, version):
+    async with fleet.publication() as publication:
+        for engine in publication.engines:
+            await engine.update_weights_from_disk("unused", version, True)
+        fleet.current, publication.holds = DiskWeights(version), version
+
+
 def test_sessions_stay_on_their_server(make_fleet, registry):
     async def run():
-        fleet = make_fleet(("serves", "serves"))
-        await fleet.start(Path("unused"))
-        try:
+        async with started(make_fleet(("serves", "serves"))) as fleet:
             answers = [await fleet.generate([1], ONE_TOKEN, f"r{i}", session=f"s{i % 4}") for i in range(8)]
-            return [int(answer.token_ids[0]) for answer in answers], fleet.messages
-        finally:
-            await fleet.stop()
-            await fleet.stop()
+            return [port(answer) for answer in answers], fleet.messages
 
     servers, messages = asyncio.run(run())
     assert servers[:4] == servers[4:]
@@ -77,61 +121,102 @@ def test_a_server_that_never_generates(make_fleet, registry):
 
 
 def test_a_taken_port_is_refused_before_anything_is_launched(make_fleet, tmp_path):
-    port = free_port()
-    with socket.create_server(("127.0.0.1", port + 1)):
-        fleet = make_fleet(("serves", "serves"), port=port)
-        with pytest.raises(ProcessError, match=f"engine-1: port {port + 1} .*taken"):
+    taken = free_port()
+    with socket.create_server(("127.0.0.1", taken + 1)):
+        fleet = make_fleet(("serves", "serves"), port=taken)
+        with pytest.raises(ProcessError, match=f"engine-1: port {taken + 1} .*taken"):
             asyncio.run(fleet.start(Path("unused")))
     assert list(tmp_path.glob("*.log")) == []
 
 
-def test_losing_the_only_server_is_an_error_at_once(make_fleet):
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_hung_server_gives_up_its_requests_and_comes_back_with_the_weights_of_the_others(make_fleet, how):
+    """Published twice: before it dies, and while it is away. It starts from the model directory, which has neither."""
+
     async def run():
-        fleet = make_fleet()
-        await fleet.start(Path("unused"))
-        try:
+        async with started(make_fleet(("serves", "serves"))) as fleet:
+            await publish(fleet, 1)
+            name, process = await server_of(fleet, "s")
             in_flight = asyncio.create_task(fleet.generate([1], ENDLESS, "r", session="s"))
-            await asyncio.sleep(0.2)
-            killed = time.monotonic()
-            os.kill(fleet.processes[0].pid, signal.SIGKILL)
-            with pytest.raises(EngineError, match=fleet.engines[0].url):
-                await in_flight
-            await asyncio.sleep(1)
-            with pytest.raises(EngineError, match=r"(?s)no inference server takes requests.*engine-0.*SIGKILL"):
-                await fleet.generate([1], ONE_TOKEN, "r2", session="s")
-            assert time.monotonic() - killed < 3
-        finally:
-            await fleet.stop()
+            await asyncio.sleep(0.3)
+            os.kill(process.pid, how)
+            with pytest.raises(EngineLost) as lost:
+                await asyncio.wait_for(in_flight, 60)
+            await publish(fleet, 2)
+            resumed = [1, *lost.value.partial.token_ids.tolist()]
+            rest = await fleet.generate(resumed, ONE_TOKEN, "r2", session="s")
+            await phase_is(fleet, name, Phase.SERVING)
+            assert [await engine.weight_version() for engine in fleet.engines] == [2, 2]
+            assert fleet.processes[name].pid != process.pid
+            return lost.value.partial, rest
 
-    asyncio.run(run())
+    partial, rest = asyncio.run(run())
+    assert partial.token_ids.tolist() == list(range(2, 2 + len(partial.token_ids)))
+    assert len(partial.token_ids) > 3
+    assert set(partial.weight_versions) == {1}
+    assert rest.token_ids.tolist() == [partial.token_ids[-1] + 1]
+    assert set(rest.weight_versions) == {2}
 
 
-def test_a_hung_server_is_left_and_taken_back(make_fleet, monkeypatch):
+def test_a_request_waits_for_the_only_server_to_come_back(make_fleet):
     async def run():
-        fleet = make_fleet(("serves", "serves"), health_interval_s=0.2)
-        monkeypatch.setattr(fleet_module, "HEALTH_TIMEOUT_S", 0.3)
-        await fleet.start(Path("unused"))
-        try:
-            first = int((await fleet.generate([1], ONE_TOKEN, "r", session="s")).token_ids[0])
-            in_flight = asyncio.create_task(fleet.generate([1], ENDLESS, "r2", session="s"))
-            await asyncio.sleep(0.1)
-            hung = next(p for p, e in zip(fleet.processes, fleet.engines, strict=True) if int(e.url[-3:]) == first)
-            os.kill(hung.pid, signal.SIGSTOP)
-            with pytest.raises(EngineError, match="failed"):
-                await asyncio.wait_for(in_flight, 5)
-            assert list(fleet.lost) == [hung.name]
-            assert int((await fleet.generate([1], ONE_TOKEN, "r3", session="s")).token_ids[0]) != first
-            fleet.weight_version = 1  # published without it
-            os.kill(hung.pid, signal.SIGCONT)
-            await asyncio.sleep(1.0)
-            assert list(fleet.lost) == [hung.name]  # it answers, but with old weights
-            fleet.weight_version = 0
+        async with started(make_fleet()) as fleet:
+            os.kill(fleet.processes["engine-0"].pid, signal.SIGKILL)
+            await phase_is(fleet, "engine-0", Phase.DOWN)
+            return await fleet.generate([1], ONE_TOKEN, "r", session="s")
 
-            async def back() -> bool:
-                return not fleet.lost
+    assert asyncio.run(run()).token_ids.tolist() == [2]
 
-            await until(back)
-        finally:
-            await fleet.stop()
+
+def test_a_server_that_keeps_dying_is_lost_for_good_with_its_reason(make_fleet):
+    async def run():
+        async with started(make_fleet(recovery=QUICK.model_copy(update={"max_restarts": 1}))) as fleet:
+            for _ in range(2):
+                os.kill(fleet.processes["engine-0"].pid, signal.SIGKILL)
+                await phase_is(fleet, "engine-0", Phase.DOWN if _ == 0 else Phase.LOST)
+                if _ == 0:
+                    await phase_is(fleet, "engine-0", Phase.SERVING)
+            with pytest.raises(EngineError, match=r"no inference server is left.*engine-0.*lost.*SIGKILL"):
+                await fleet.generate([1], ONE_TOKEN, "r", session="s")
 
     asyncio.run(run())
+
+
+def test_a_server_that_dies_during_a_publication_is_no_longer_asked_and_gets_the_new_weights_later(make_fleet):
+    async def run():
+        async with started(make_fleet(("serves", "serves"))) as fleet:
+            async with fleet.publication() as publication:
+                before = publication.engines
+                os.kill(fleet.processes["engine-1"].pid, signal.SIGKILL)
+
+                async def noticed():
+                    return await publication.lost_any(before)
+
+                await until(noticed, 60)
+                (left,) = publication.engines
+                await left.update_weights_from_disk("unused", 1, True)
+                weights = DiskWeights(1)
+                fleet.current, publication.holds = weights, 1
+                await asyncio.sleep(1.0)  # time to start again, but not to join
+                assert fleet.states()["engine-1"][0] is not Phase.SERVING
+            await phase_is(fleet, "engine-1", Phase.SERVING)
+            return [await engine.weight_version() for engine in fleet.engines], weights.loads
+
+    versions, loads = asyncio.run(run())
+    assert versions == [1, 1]
+    assert loads == 1
+
+
+def test_engines_that_a_publication_left_half_loaded_take_no_requests_until_they_loaded_the_current_weights(make_fleet):
+    async def run():
+        async with started(make_fleet(("serves", "serves"))) as fleet:
+            await publish(fleet, 1)
+            async with fleet.publication() as publication:
+                await publication.engines[0].update_weights_from_disk("unused", 2, True)
+                publication.holds = UNKNOWN
+            assert fleet.weight_version == 1
+            for name in ("engine-0", "engine-1"):
+                await phase_is(fleet, name, Phase.SERVING)
+            return [await engine.weight_version() for engine in fleet.engines], fleet.current.loads
+
+    assert asyncio.run(run()) == ([1, 1], 2)

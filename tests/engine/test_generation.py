@@ -80,7 +80,7 @@ def test_a_prefix_is_cached(server):
             longer = PROMPT + first.token_ids.tolist()
             return await engine.generate(longer, Sampling(0.0, 4), "cache-2")
 
-    assert asyncio.run(run()).cached_tokens >= len(PROMPT)
+    assert asyncio.run(run()).cached.total >= len(PROMPT)
 
 
 def test_abort_ends_only_the_requests_named(server):

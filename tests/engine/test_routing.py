@@ -1,4 +1,6 @@
-from rollout.engine.routing import Router
+import contextlib
+
+from rollout.engine.routing import MAX_IMBALANCE, PrefixIndex, Router
 
 
 def test_a_session_stays_and_new_ones_go_where_least_is_done():
@@ -40,3 +42,39 @@ def test_a_failed_request_is_no_longer_in_flight():
             raise ValueError
     except ValueError:
         assert router.in_flight == (0,)
+
+
+def test_a_new_session_goes_where_most_of_its_prompt_is_cached():
+    router = Router(2, prefixes=PrefixIndex(block=2))
+    assert router.pick("a", [1, 2, 3, 4]) == 0
+    assert router.pick("b", [9, 8, 7, 6]) == 1
+    assert router.pick("c", [9, 8, 7, 6, 5]) == 1
+    assert router.pick("d", [1, 2, 3, 4]) == 0
+    assert router.pick("e", [1, 2, 3, 4]) == 0  # a group's prompt, though the other server has less to do
+    assert router.pick("f", [9, 8, 0, 0, 0, 0]) == 1  # too little is shared to count, and server 1 has fewer sessions
+
+
+def test_a_cached_prefix_is_not_worth_a_long_queue():
+    router = Router(2, prefixes=PrefixIndex(block=2))
+    assert router.pick("a", [1, 2]) == 0
+    with contextlib.ExitStack() as queue:
+        for _ in range(MAX_IMBALANCE):
+            queue.enter_context(router.request(0))
+        assert router.pick("b", [1, 2]) == 0
+        queue.enter_context(router.request(0))
+        assert router.pick("c", [1, 2]) == 1
+
+
+def test_a_server_that_was_started_anew_has_no_prefix():
+    router = Router(2, prefixes=PrefixIndex(block=2))
+    assert router.pick("a", [1, 2]) == 0
+    router.forget_cache(0)
+    assert router.pick("b", [1, 2]) == 1
+
+
+def test_remembered_prefixes_are_bounded():
+    prefixes = PrefixIndex(block=1, remembered=3)
+    prefixes.add([1, 2], 0)
+    prefixes.add([5, 6], 1)
+    assert prefixes.shared([1, 2]) == {}  # its first block was the oldest of four
+    assert prefixes.shared([5, 6, 7]) == {1: 2}

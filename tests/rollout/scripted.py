@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from rl.fresh_model import character_tokenizer
 from rollout.chat import ChatRenderer
-from rollout.engine.protocol import EngineError, FinishReason, Generation, Sampling
+from rollout.engine.protocol import (
+    CachedTokens,
+    EngineError,
+    EngineLost,
+    EngineMetrics,
+    FinishReason,
+    Generation,
+    Latency,
+    Sampling,
+)
+from rollout.engine.recovery import Phase
 
 TOKENIZER = character_tokenizer(256)
 EOS = TOKENIZER.eos_token_id
@@ -28,6 +38,8 @@ class ScriptedEngines:
         self.delay_s = delay_s
         self.cut_first: int | None = None
         """Abort the next generation after so many tokens."""
+        self.die_after: list[int] = []
+        """Die after so many tokens of the next generations, in turn."""
         self.broken = False
         self.calls: list[tuple[list[int], Sampling, str]] = []
         self.aborted: list[str] = []
@@ -51,13 +63,41 @@ class ScriptedEngines:
             version = self.version
         if len(ids) > sampling.max_new_tokens:
             ids, finish = ids[: sampling.max_new_tokens], FinishReason.LENGTH
-        tokens = np.asarray(ids, dtype=np.int32)
-        return Generation(
-            tokens, (-tokens / 100).astype(np.float32), np.full(len(ids), version, np.int32), finish, len(token_ids), 0
-        )
+        if self.die_after:
+            ids = ids[: self.die_after.pop(0)]
+            raise EngineLost("http://engine died", _generation(ids, version, FinishReason.ABORT, token_ids, sampling))
+        return _generation(ids, version, finish, token_ids, sampling)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self.aborted += request_ids
 
     def end_session(self, session: str) -> None:
         self.ended.append(session)
+
+    async def metrics(self) -> Mapping[str, EngineMetrics]:
+        return {"engine-0": EngineMetrics(running=3, waiting=1, kv_used_share=0.5, tokens_per_second=80.0)}
+
+    def states(self) -> Mapping[str, tuple[Phase, int]]:
+        return {"engine-0": (Phase.SERVING, 2)}
+
+
+def _generation(
+    ids: Sequence[int], version: int, finish: FinishReason, prompt: Sequence[int], sampling: Sampling
+) -> Generation:
+    tokens = np.asarray(ids, dtype=np.int32)
+    experts = None
+    if sampling.routed_experts_from is not None:  # the expert of a position is the token there
+        positions = [*prompt, *ids][sampling.routed_experts_from : -1]
+        experts = np.asarray(positions, np.int32)[:, None, None]
+    logprobs = (-tokens / 100).astype(np.float32)
+    versions = np.full(len(ids), version, np.int32)
+    return Generation(
+        tokens,
+        logprobs,
+        versions,
+        finish,
+        len(prompt),
+        cached=CachedTokens(1, 2),
+        latency=Latency(0.25, 0.5),
+        routed_experts=experts,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 
+import aiohttp
 import openai
 import pytest
 from hypothesis import given, settings
@@ -21,8 +22,8 @@ KEY = RolloutKey("calculator", 0, "1+2", 5, 1)
 
 
 @asynccontextmanager
-async def gateway(engines, context_length=200):
-    served = Gateway(engines, renderer(), context_length, "policy")
+async def gateway(engines, context_length=200, routed_experts=False):
+    served = Gateway(engines, renderer(), context_length, "policy", routed_experts)
     await served.start("127.0.0.1", 0)
     try:
         yield served
@@ -110,6 +111,83 @@ def test_an_aborted_reply_goes_on_from_its_prefix_with_both_versions():
     assert answer.choices[0].message.content == "12345"
     assert t.weight_versions[t.action_mask].tolist() == [0, 0, 1, 1, 1, 1]
     assert resumptions == 1
+
+
+@pytest.mark.parametrize("received", [0, 2])
+def test_a_reply_whose_engine_died_goes_on_elsewhere_from_what_was_received(received):
+    engines = ScriptedEngines(lambda prompt: "12345")
+    engines.die_after = [received, 1]
+
+    async def play():
+        async with gateway(engines) as served:
+            chat = client(served.open("s", KEY, 1.0, None))
+            answer = await chat.chat.completions.create(model="policy", messages=[{"role": "user", "content": "a"}])
+            return answer, await served.close("s"), served.stats
+
+    answer, record, stats = run(play())
+    (t,) = record.trajectories(0.0, StopReason.STOP, {})
+    assert answer.choices[0].message.content == "12345"
+    assert TOKENIZER.decode(t.token_ids) == "<user>a<assistant>12345<eos>"
+    assert t.rollout_logprobs[t.action_mask].tolist() == pytest.approx((-t.token_ids[t.action_mask] / 100).tolist())
+    assert stats.lost == 2
+    assert stats.sampled_tokens == 6
+
+
+def test_a_reply_that_kills_every_engine_is_given_up():
+    engines = ScriptedEngines(lambda prompt: "12345")
+    engines.die_after = [0] * 50
+
+    async def play():
+        async with gateway(engines) as served:
+            chat = client(served.open("s", KEY, 1.0, None))
+            with pytest.raises(openai.InternalServerError, match="5 engines died of one reply"):
+                await chat.chat.completions.create(model="policy", messages=[{"role": "user", "content": "a"}])
+            return await served.close("s")
+
+    assert run(play()).segments == []
+    assert len(engines.calls) == 5
+
+
+def test_routed_experts_of_every_position_are_recorded_once():
+    """Over two turns, of which the second is aborted and then loses its engine."""
+    engines = ScriptedEngines(lambda prompt: "123" if prompt.count("<assistant>") == 1 else "4567")
+
+    async def play():
+        async with gateway(engines, routed_experts=True) as served:
+            chat = client(served.open("s", KEY, 1.0, None))
+            messages = [{"role": "user", "content": "a"}]
+            first = await chat.chat.completions.create(model="policy", messages=messages)
+            engines.cut_first, engines.die_after = 1, []
+            messages += [{"role": "assistant", "content": first.choices[0].message.content}]
+            await chat.chat.completions.create(model="policy", messages=[*messages, {"role": "user", "content": "b"}])
+            return await served.close("s")
+
+    (t,) = run(play()).trajectories(0.0, StopReason.STOP, {})
+    assert TOKENIZER.decode(t.token_ids) == "<user>a<assistant>123<eos><user>b<assistant>4567<eos>"
+    assert t.routed_experts[:, 0, 0].tolist() == [*t.token_ids[:-1].tolist(), -1]
+
+
+def test_prometheus_gets_the_gateways_and_the_engines_figures():
+    async def play():
+        async with gateway(ScriptedEngines(lambda prompt: "ok")) as served, aiohttp.ClientSession() as http:
+            url = served.open("s", KEY, 1.0, None)
+            await client(url).chat.completions.create(model="policy", messages=[{"role": "user", "content": "a"}])
+            async with http.get(url.partition("/sessions")[0] + "/metrics") as response:
+                return await response.text(), served.telemetry.latencies(), served.telemetry.latencies()
+
+    text, latencies, none = run(play())
+    for line in (
+        "atelier_turns_total 1.0",
+        "atelier_sampled_tokens_total 3.0",
+        "atelier_cached_host_tokens_total 2.0",
+        "atelier_time_to_first_token_seconds_count 1.0",
+        'atelier_engine_running{engine="engine-0"} 3.0',
+        'atelier_engine_restarts{engine="engine-0"} 2.0',
+        'atelier_engine_serving{engine="engine-0",phase="serving"} 1.0',
+    ):
+        assert line in text
+    assert latencies == {"ttft_mean": 0.25, "ttft_p90": 0.25, "inter_token_mean": 0.125, "inter_token_p90": 0.125}
+    assert none == {}
 
 
 def test_a_rewritten_conversation_and_a_fork_begin_segments():
