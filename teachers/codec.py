@@ -4,7 +4,7 @@
             Compared and restored as integers of the element's width: exact for every bit pattern.
     fp8     one fp32 scale a row (padded to 16 bytes), then float8_e4m3: element ≈ code · scale, scale = max|row| / 448.
 
-A decoder works on ``PIECE_ELEMENTS`` at a time, so that its temporaries are bounded (``WORKSPACE_BYTES``).
+A decoder works on ``PIECE_ELEMENTS`` at a time, so that its temporaries are bounded (``workspace_bytes``).
 """
 
 from __future__ import annotations
@@ -16,10 +16,15 @@ import torch
 from torch import Tensor
 
 PIECE_ELEMENTS = 1 << 20
-WORKSPACE_BYTES = 32 << 20
-"""At most what decoding a piece needs beside its result: staged bytes (9 MiB), mask, prefix sums, fp32 values."""
+_WORKSPACE_PER_ELEMENT = 32
+"""Staged bytes (at most 8.2), masks (3) and prefix sums (9); fp8 needs less."""
 FP8_LARGEST = 448.0
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def workspace_bytes(numel: int) -> int:
+    """At most what decoding a tensor needs beside its result."""
+    return min(numel, PIECE_ELEMENTS) * _WORKSPACE_PER_ELEMENT
 
 
 def _align16(nbytes: int) -> int:

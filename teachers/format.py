@@ -3,9 +3,9 @@
     packs/<id>.pack                extents one after another, each at a multiple of 4 KiB and padded to one with zeros
     teachers/<name>/<shard>.json   the manifest: a line with the checksum of all that follows, then JSON
 
-An extent is found by its content (xxh3 of 128 bits, and the length), so a tensor that several teachers share, or that one
-teacher has under two names, is kept once. Each chunk of an extent, padding included, has an xxh3 of 64 bits of its own:
-a reader checks what it has just read, and no bit of a pack is left out.
+An extent is found by its content (xxh3 of 128 bits, and the length), so a tensor that several teachers share, or that
+one teacher has under two names, is kept once. Each chunk of an extent, padding included, has an xxh3 of 64 bits of its
+own: a reader checks what it has just read, and no bit of a pack is left out.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Extent(_Record):
 class StoredTensor(_Record):
     """One tensor of a shard.
 
-    ``extent`` is the key of its bytes in the manifest's table (none when the base has the same). ``counts`` are a delta's
-    changed values in each piece (``codec.PIECE_ELEMENTS``), ``error`` the relative RMS error of an fp8 tensor.
+    ``extent`` is the key of its bytes in the manifest's table (none when the base has the same). ``counts`` are a
+    delta's changed values in each piece (``codec.PIECE_ELEMENTS``), ``error`` the relative RMS error of an fp8 tensor.
     """
 
     name: str
@@ -95,7 +95,7 @@ class StoredTensor(_Record):
 
 
 class Manifest(_Record):
-    format: Literal[1] = FORMAT
+    format: Literal[1] = 1
     teacher: str
     shard: str
     meta: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Writing a pack: extents one after another, aligned, checksummed by the chunk, and on disk before anybody refers to it."""
+"""Writing a pack: extents one after another, aligned, checksummed by the chunk, on disk before it is referred to."""
 
 from __future__ import annotations
 

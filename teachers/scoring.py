@@ -2,8 +2,8 @@
 
 A batch's rollouts are grouped by teacher, so that each teacher is switched to once a batch. Groups are ordered to start
 with what is in GPU memory, then what is in pinned memory, then what is on disk: loads run while others score. All
-data-parallel ranks have to load the same teacher at the same time (their collectives meet), so they share one order, made
-from the counts of all ranks and from what the first rank holds.
+data-parallel ranks have to load the same teacher at the same time (their collectives meet), so they share one order,
+made from the counts of all ranks and from what the first rank holds.
 """
 
 from __future__ import annotations

@@ -98,12 +98,13 @@ class StoredShard:
     def place(self, names: tuple[str, ...]) -> tuple[dict[str, int], int]:
         """Offsets of some tensors in an image of only these, and its size; equal contents lie in one place."""
         offsets: dict[str, int] = {}
-        by_content: dict[tuple[str, str], int] = {}
+        by_content: dict[tuple[str, ...], int] = {}
         at = 0
         for name in names:
             tensor = self.tensors[name]
-            content = (tensor.encoding, tensor.extent or "")
-            if tensor.encoding == "raw" and content in by_content:
+            theirs = self.base.tensors[name].extent if self.base is not None and tensor.encoding != "raw" else None
+            content = (tensor.encoding, tensor.extent or "", theirs or "", tensor.dtype)
+            if content in by_content:
                 offsets[name] = by_content[content]
                 continue
             by_content[content] = offsets[name] = at

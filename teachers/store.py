@@ -1,8 +1,8 @@
 """The store of teachers on local disk: content-addressed, checksummed, and whole or not there.
 
-A teacher is imported shard by shard (a shard is a key of the parallel layout and rank, ``tp0of2.pp0of1.ep0of1``). An import
-writes a pack of what is new, puts it on disk, and writes the manifest last: what a crash leaves behind is a pack that
-nobody refers to, which ``verify`` reports and ``gc`` removes. The layout is described in ``format``.
+A teacher is imported shard by shard (a shard is a key of the parallel layout and rank, ``tp0of2.pp0of1.ep0of1``). An
+import writes a pack of what is new, puts it on disk, and writes the manifest last: what a crash leaves behind is a pack
+that nobody refers to, which ``verify`` reports and ``gc`` removes. The layout is described in ``format``.
 
 Imports may run side by side (ranks); ``gc`` and ``remove`` wait for them, by a lock on ``root/.lock``.
 """
@@ -14,7 +14,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ class TeacherStore:
             written: called with the bytes of each piece that was written.
 
         Raises:
-            ImportFailedError: a name that can't be one, a teacher that is there, a disk that is full; nothing has changed.
+            ImportFailedError: a name that can't be one, a teacher that is there, a full disk; nothing has changed.
         """
         path = self._manifest_path(name, shard)
         if path.exists() and not replace:
@@ -165,15 +165,15 @@ class TeacherStore:
             base = self.open(manifest.base, shard)
         return StoredShard(manifest, self.packs, base)
 
-    def list(self) -> list[Entry]:
+    def list(self) -> Sequence[Entry]:
         """
         Raises:
-            CorruptTeacherError: a manifest is damaged.
+            CorruptTeacherError: a manifest is damaged, or its base was replaced.
         """
         entries = []
         for path in self._manifest_paths():
-            manifest = self._read_manifest(path)
-            shard = StoredShard(manifest, self.packs)
+            shard = self.open(path.parent.name, path.name.removesuffix(".json"))
+            manifest = shard.manifest
             entries.append(
                 Entry(
                     manifest.teacher,
@@ -217,7 +217,7 @@ class TeacherStore:
             except CorruptTeacherError as error:
                 yield path, error
 
-    def _manifest_paths(self) -> list[Path]:
+    def _manifest_paths(self) -> Sequence[Path]:
         return sorted(self.teachers.glob("*/[!.]*.json"))
 
     def _folder(self, name: str) -> Path:

@@ -1,33 +1,46 @@
-"""Teachers' weights in GPU memory, pinned memory and on disk, moved ahead of their use."""
+"""Teachers' weights in three tiers, GPU memory, pinned memory and local disk, moved ahead of their use.
+
+``plan`` says in which order teachers will be leased, and loading runs along it in the background (``movers``);
+``lease`` waits for what is not there yet, and gives views of the tier's own buffers.
+
+What fails names the teacher and the file, and fails the lease of that teacher alone: one that failed ahead of its use
+is tried once more when it is leased, and a copy that is in memory needs no disk.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from teachers.residency import Residency
+from teachers.device import Image, Lane
+from teachers.errors import MissingTeacherError, TierFullError
+from teachers.hbm import STREAM
+from teachers.movers import LOOK_SECONDS, Movers
+from teachers.reader import DirectReader
 from teachers.shard import StoredShard
-from teachers.store import TeacherStore, read_extent
-
-
-@dataclass
-class TierStats:
-    """Since the manager was made. ``exposed_seconds``: what leases waited."""
-
-    leases: int = 0
-    hbm_hits: int = 0
-    pinned_hits: int = 0
-    disk_loads: int = 0
-    exposed_seconds: float = 0.0
-    exposed_by_teacher: dict[str, float] = field(default_factory=dict)
+from teachers.stats import TierStats
+from teachers.store import TeacherStore
+from teachers.stream import GroupStream
 
 
 class TierManager:
+    """One rank's teachers.
+
+    Args:
+        shard: the key of the parallel layout and rank that they were imported under.
+        hbm_bytes: for images on the device, decoding included.
+        pinned_bytes: mapped at once.
+        teachers: those that can be leased; all of the store by default.
+
+    Raises:
+        MissingTeacherError, CorruptTeacherError: a manifest is not there or damaged.
+        ValueError: a budget that is too small for anything.
+    """
+
     def __init__(
         self,
         store: TeacherStore,
@@ -36,60 +49,171 @@ class TierManager:
         hbm_bytes: int,
         pinned_bytes: int,
         teachers: Sequence[str] | None = None,
+        reader: DirectReader | None = None,
     ) -> None:
-        names = store.names() if teachers is None else teachers
-        self.shards: dict[str, StoredShard] = {name: store.open(name, shard) for name in names}
         self.device = torch.device(device)
-        self._hbm = Residency(hbm_bytes, {n: s.device_bytes for n, s in self.shards.items()})
-        self._images: dict[str, Tensor] = {}
-        self._stats = TierStats()
-
-    @property
-    def in_hbm(self) -> frozenset[str]:
-        return self._hbm.resident
-
-    @property
-    def in_pinned(self) -> frozenset[str]:
-        """Beside those in GPU memory."""
-        return frozenset()
+        self.shards: Mapping[str, StoredShard] = _open_all(
+            store, shard, store.names() if teachers is None else teachers
+        )
+        self._movers = Movers(self.shards, self.device, hbm_bytes, pinned_bytes, reader or DirectReader())
 
     def plan(self, schedule: Sequence[str]) -> None:
-        self._hbm.schedule(schedule)
+        """The teachers that will be leased, in order; replaces the plan before. Loading begins at once.
+
+        Raises:
+            MissingTeacherError: one of them is unknown.
+        """
+        for teacher in schedule:
+            self._known(teacher)
+        with self._movers.changed:
+            self._movers.schedule(schedule)
 
     def prefetch(self, teacher: str) -> None:
-        pass
+        """It will be leased soon: it goes to the head of the plan, unless it is on it.
+
+        Raises:
+            MissingTeacherError: it is unknown.
+        """
+        self._known(teacher)
+        with self._movers.changed:
+            planned = self._movers.hbm.books.upcoming
+            if teacher not in planned:
+                self._movers.schedule([teacher, *planned])
 
     @contextlib.contextmanager
     def lease(self, teacher: str) -> Iterator[Mapping[str, Tensor]]:
+        """A teacher's tensors on the device, views that are valid inside of the context, for reading only.
+
+        Raises:
+            TierFullError: it is larger than the tier (use ``layers``), or other leases leave no room for it.
+            TeacherError: its weights can't be loaded.
+        """
+        self._known(teacher)
+        movers, hbm = self._movers, self._movers.hbm
+        if not hbm.fits(teacher):
+            raise TierFullError(
+                f"teacher {teacher} has {self.shards[teacher].device_bytes} bytes, GPU memory for teachers holds"
+                f" {hbm.capacity}: lease it by layers"
+            )
+        with movers.changed:
+            movers.wait_for(teacher, lambda: teacher in hbm.ready)
+            hbm.books.lease(teacher)
+            movers.changed.notify_all()
+            image = hbm.images[teacher]
         started = time.perf_counter()
-        moved = self._hbm.need(teacher)
-        for victim in moved.evict:
-            del self._images[victim]
-        shard = self.shards[teacher]
-        if moved.load:
-            image = torch.empty(shard.device_bytes, dtype=torch.uint8, device=self.device)
-            for key, extent in shard.manifest.extents.items():
-                at = shard.stored_offsets[key]
-                image[at : at + extent.nbytes].copy_(read_extent(teacher, shard.packs, extent))
-            self._images[teacher] = image
-        self._stats.leases += 1
-        self._stats.exposed_seconds += time.perf_counter() - started
-        self._hbm.lease(teacher)
         try:
-            yield shard.views(self._images[teacher], shard.device_offsets)
+            yield image.views
         finally:
-            self._hbm.release(teacher)
+            image.mark_use()
+            with movers.changed:
+                movers.stats.span("lease", teacher, started)
+                hbm.books.release(teacher)
+                movers.changed.notify_all()
 
     @contextlib.contextmanager
     def layers(self, teacher: str) -> Iterator[Iterator[tuple[str, Mapping[str, Tensor]]]]:
-        """Group after group of a teacher's tensors (``StoredShard.groups``), in stored order; also of one that is larger
-        than the tier. A group's views are valid until the next is asked for."""
-        with self.lease(teacher) as weights:
-            groups = self.shards[teacher].groups
-            yield ((group.name, {name: weights[name] for name in group.tensors}) for group in groups)
+        """Group after group of a teacher's tensors (``StoredShard.groups``), in stored order, also of one that is
+        larger than the tier: its next group is loaded into a second buffer while one is used. A group's views are
+        valid until the next is asked for.
+
+        Raises:
+            TierFullError: not even two groups fit.
+            TeacherError: its weights can't be loaded.
+        """
+        self._known(teacher)
+        shard = self.shards[teacher]
+        if self._movers.hbm.fits(teacher):
+            with self.lease(teacher) as weights:
+                yield ((group.name, {name: weights[name] for name in group.tensors}) for group in shard.groups)
+            return
+        with self._stream(teacher) as stream:
+            yield iter(stream)
+
+    @contextlib.contextmanager
+    def _stream(self, teacher: str) -> Iterator[GroupStream]:
+        movers, hbm = self._movers, self._movers.hbm
+        with movers.changed:
+            movers.wait_for(teacher, lambda: movers.sources_ready(teacher))
+            held = movers.hold_sources(teacher)
+            try:
+                evicted = self._make_stream_room(teacher)
+            except TierFullError:
+                movers.release_sources(held)
+                raise
+        for _, image in evicted:
+            image.wait_unused()
+        with movers.changed:
+            for _, image in evicted:
+                hbm.recycle(image.data)
+            size = hbm.largest_group(self.shards[teacher])
+            buffers = hbm.allocate(size), hbm.allocate(size)
+        lane = Lane(self.device)
+
+        def fill(names: Sequence[str], offsets: Mapping[str, int], data: Tensor) -> None:
+            movers.fill(teacher, names, offsets, data, lane)
+
+        def waited(started: float) -> None:
+            with movers.changed:
+                movers.stats.waited(teacher, started)
+
+        stream = GroupStream(self.shards[teacher], buffers, fill, waited)
+        try:
+            yield stream
+        finally:
+            stream.close()
+            with movers.changed:
+                for buffer in buffers:
+                    hbm.recycle(buffer)
+                hbm.failed(STREAM + teacher)
+                movers.release_sources(held)
+                movers.changed.notify_all()
+
+    def _make_stream_room(self, teacher: str) -> list[tuple[str, Image]]:
+        """Two buffers of its largest group. Loads that are under way are waited for; leases are not."""
+        movers = self._movers
+        while True:
+            try:
+                return movers.hbm.make_room(STREAM + teacher, urgent=True, keep=()) or []
+            except TierFullError:
+                if not movers.busy:
+                    raise
+            movers.changed.wait(LOOK_SECONDS)
 
     def stats(self) -> TierStats:
-        return self._stats
+        with self._movers.changed:
+            return self._movers.stats.snapshot()
+
+    @property
+    def in_hbm(self) -> frozenset[str]:
+        """The teachers in GPU memory, ready for use (for ``scoring.scoring_order``)."""
+        with self._movers.changed:
+            return frozenset(self._movers.hbm.ready)
+
+    @property
+    def in_pinned(self) -> frozenset[str]:
+        with self._movers.changed:
+            return frozenset(self._movers.pinned.ready)
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that are held now: on the device, and in frames of pinned memory."""
+        with self._movers.changed:
+            arena = self._movers.pinned.arena
+            return self._movers.hbm.allocated_bytes, (arena.frames - arena.free_frames) * arena.frame_bytes
 
     def close(self) -> None:
-        self._images.clear()
+        """Stop moving, and give the memory back."""
+        self._movers.close()
+
+    def _known(self, teacher: str) -> None:
+        if teacher not in self.shards:
+            raise MissingTeacherError(f"no teacher {teacher}; there are {', '.join(self.shards)}")
+
+
+def _open_all(store: TeacherStore, shard: str, names: Sequence[str]) -> dict[str, StoredShard]:
+    """The shards of these teachers, and of what they are based on."""
+    shards: dict[str, StoredShard] = {}
+    for name in names:
+        shards[name] = opened = store.open(name, shard)
+        if opened.base is not None:
+            shards.setdefault(opened.base.teacher, opened.base)
+    return shards

@@ -1,0 +1,96 @@
+"""The tier in GPU memory (a host buffer on the CPU): whole images within a byte budget. Its caller holds the lock.
+
+An image is one allocation of torch. The one that was evicted last is used again when the sizes are equal (shards of one
+architecture), so that switching neither allocates nor waits for the device's allocator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from teachers import codec
+from teachers.device import Image
+from teachers.residency import Residency
+from teachers.shard import StoredShard
+
+STREAM = "stream of "
+"""The two buffers of a teacher that is larger than the tier; they have a line of their own in the books."""
+_CUDA_GRANULE = 2 << 20
+"""torch's allocator takes large blocks from the device in multiples of this."""
+
+
+class HbmTier:
+    """
+    Raises:
+        ValueError: the budget does not even hold what decoding needs.
+    """
+
+    def __init__(self, budget: int, shards: Mapping[str, StoredShard], device: torch.device) -> None:
+        self.device = device
+        self._granule = _CUDA_GRANULE if device.type == "cuda" else 1
+        encoded = [t.numel for s in shards.values() for t in s.manifest.tensors if t.encoding in ("delta", "fp8")]
+        workspace = codec.workspace_bytes(max(encoded, default=0))
+        if budget <= workspace:
+            raise ValueError(f"an HBM budget of {budget} bytes is less than decoding needs ({workspace})")
+        self.capacity = budget - workspace
+        sizes = {name: self._rounded(shard.device_bytes) for name, shard in shards.items()}
+        for name, shard in shards.items():
+            if sizes[name] > self.capacity:
+                sizes[STREAM + name] = 2 * self.largest_group(shard)
+        self.books = Residency(self.capacity, sizes)
+        self.images: dict[str, Image] = {}
+        self.ready: set[str] = set()
+        self._spare: list[Tensor] = []
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-max(nbytes, 1) // self._granule) * self._granule
+
+    def largest_group(self, shard: StoredShard) -> int:
+        return max((self._rounded(shard.place(group.tensors)[1]) for group in shard.groups), default=0)
+
+    def fits(self, name: str) -> bool:
+        return self.books.sizes[name] <= self.capacity
+
+    @property
+    def allocated_bytes(self) -> int:
+        """All that is held, spare buffers included."""
+        return sum(image.data.nbytes for image in self.images.values()) + sum(spare.nbytes for spare in self._spare)
+
+    def make_room(self, name: str, urgent: bool, keep: Collection[str]) -> list[tuple[str, Image]] | None:
+        """Book it, leased until ``loaded`` or ``failed``; what was evicted, or None when it has to wait.
+
+        Raises:
+            TierFullError: it is urgent, and can't be.
+        """
+        admission = self.books.fetch(name, keep=keep) if urgent else self.books.ahead(name, keep=keep)
+        if admission is None:
+            return None
+        self.books.lease(name)
+        self.ready.difference_update(admission.evict)
+        return [(victim, self.images.pop(victim)) for victim in admission.evict]
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Memory that was booked. What is evicted has to be ``recycle``d before."""
+        nbytes = self._rounded(nbytes)
+        fitting = [spare for spare in self._spare if spare.nbytes == nbytes][:1]
+        self._spare = [] if not fitting else [spare for spare in self._spare if spare is not fitting[0]]
+        return fitting[0] if fitting else torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def recycle(self, data: Tensor) -> None:
+        self._spare.append(data)
+
+    def loaded(self, name: str, image: Image) -> None:
+        self.images[name] = image
+        self.ready.add(name)
+        self.books.release(name)
+
+    def failed(self, name: str) -> None:
+        self.books.release(name)
+        self.books.drop(name)
+
+    def clear(self) -> None:
+        self.images.clear()
+        self._spare.clear()

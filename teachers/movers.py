@@ -1,0 +1,357 @@
+"""Two threads that move teachers' weights: one from disk into pinned memory, one from there to the device.
+
+Each asks again and again, under one lock, for the first teacher in the order of use that is not where it should be and
+that may take the place of others (``residency``), and moves it without the lock.
+
+Nothing is held twice for long: what is on the device goes first from pinned memory, and what leaves the device goes
+back there when it is worth more than what it replaces, so both memories together count as cache for the disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from teachers.device import Image, Lane, Source
+from teachers.errors import StalledReadError, TeacherError, TierFullError
+from teachers.hbm import HbmTier
+from teachers.pinned import WINDOW, PinnedTier
+from teachers.reader import DirectReader, windows
+from teachers.shard import StoredShard
+from teachers.stats import TierStats
+
+LOOK_SECONDS = 1.0
+"""Whoever waits looks this often whether the movers live; what it waits for wakes it."""
+
+Job = Callable[[], None]
+
+
+class Movers:
+    """The books of both tiers, and the threads.
+
+    ``changed`` is the lock of all that is here. Names with an underscore in front of them are the threads' own.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[str, StoredShard],
+        device: torch.device,
+        hbm_bytes: int,
+        pinned_bytes: int,
+        reader: DirectReader,
+    ) -> None:
+        self.shards = shards
+        self.hbm = HbmTier(hbm_bytes, shards, device)
+        self.pinned = PinnedTier(pinned_bytes, shards, reader, device.type == "cuda")
+        self.changed = threading.Condition()
+        self.stats = TierStats()
+        self._bases = {shard.base.teacher for shard in shards.values() if shard.base is not None}
+        self._lane = Lane(device)
+        self._wanted: list[str] = []
+        """Somebody waits for these."""
+        self._errors: dict[str, TeacherError] = {}
+        self._moving: set[str] = set()
+        self._fatal: BaseException | None = None
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._move, args=("disk", self._next_read), name="teachers: disk", daemon=True),
+            threading.Thread(target=self._move, args=("device", self._next_copy), name="teachers: device", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
+        for thread in self._threads:
+            thread.join(self.pinned.reader.stall_seconds + 10)
+        for image in self.hbm.images.values():
+            image.wait_unused()
+        self.hbm.clear()
+        self.pinned.arena.close()
+
+    # Under the lock.
+
+    def sources(self, teacher: str) -> list[str]:
+        """Stored images that its weights are made of."""
+        base = self.shards[teacher].base
+        return [base.teacher, teacher] if base is not None else [teacher]
+
+    def schedule(self, schedule: Sequence[str]) -> None:
+        self.hbm.books.schedule(schedule)
+        self.pinned.books.schedule([source for teacher in schedule for source in self.sources(teacher)])
+        self._errors.clear()
+        self.changed.notify_all()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._moving)
+
+    def _upcoming(self) -> list[str]:
+        return list(dict.fromkeys([*self._wanted, *self.hbm.books.upcoming]))
+
+    def _failed(self, teacher: str) -> TeacherError | None:
+        return next((self._errors[name] for name in self.sources(teacher) if name in self._errors), None)
+
+    def wait_for(self, teacher: str, ready: Callable[[], bool]) -> None:
+        """Until ``ready``; then it counts as used.
+
+        Raises:
+            TeacherError: it can't be loaded.
+        """
+        started = time.perf_counter()
+        for name in self.sources(teacher):
+            self._errors.pop(name, None)
+        self.stats.leases += 1
+        self.stats.hbm_hits += teacher in self.hbm.ready
+        self.stats.pinned_hits += teacher not in self.hbm.ready and teacher in self.pinned.ready
+        self._wanted.append(teacher)
+        self.changed.notify_all()
+        try:
+            while not ready():
+                error = self._failed(teacher)
+                if error is not None:
+                    raise error
+                if self._fatal is not None or self._closed:
+                    raise TeacherError(f"teacher {teacher}: the tiers were closed, or a mover failed") from self._fatal
+                self.changed.wait(LOOK_SECONDS)
+        finally:
+            self._wanted.remove(teacher)
+            self.stats.waited(teacher, started)
+        self.hbm.books.use(teacher)
+        for name in self.sources(teacher):
+            self.pinned.books.use(name)
+
+    def sources_ready(self, teacher: str) -> bool:
+        return all(name in self.pinned.ready or not self.pinned.fits(name) for name in self.sources(teacher))
+
+    def _cheap(self) -> set[str]:
+        """In pinned memory, but on the device too."""
+        return self.hbm.ready - self._bases
+
+    def _kept(self, sources: Sequence[str]) -> set[str]:
+        """What must not leave pinned memory for them: these themselves, and what somebody waits for just now."""
+        return {*sources, *(name for teacher in self._wanted for name in self.sources(teacher))}
+
+    def _refuse(self, teacher: str, error: TeacherError) -> None:
+        """An urgent move found no room: final, unless a move that is under way, or whoever waits longer, makes some."""
+        if not isinstance(error, TierFullError) or (not self._moving and teacher == self._wanted[0]):
+            self._errors[teacher] = error
+            self.changed.notify_all()
+
+    def _next_read(self) -> Job | None:
+        for teacher in self._upcoming():
+            if teacher in self.hbm.books.resident or self._failed(teacher) is not None:
+                continue
+            sources = self.sources(teacher)
+            missing = [name for name in sources if name not in self.pinned.frames and self.pinned.fits(name)]
+            stalled = [name for name in sources if name in self.pinned.stalled]
+            for name in [*stalled, *missing][:1]:
+                try:
+                    if self.pinned.make_room(name, teacher in self._wanted, self._cheap(), self._kept(sources)):
+                        return functools.partial(self._read, name)
+                except TeacherError as error:
+                    self._refuse(teacher, error)
+                return None
+        return None
+
+    def _next_copy(self) -> Job | None:
+        for teacher in self._upcoming():
+            if teacher in self.hbm.books.resident or not self.hbm.fits(teacher) or self._failed(teacher) is not None:
+                continue
+            if not self.sources_ready(teacher):
+                return None
+            try:
+                return self._book_copy(teacher)
+            except TeacherError as error:
+                self._refuse(teacher, error)
+                return None
+        return None
+
+    def _book_copy(self, teacher: str) -> Job | None:
+        """
+        Raises:
+            TierFullError: somebody waits for it, and there is no room.
+        """
+        held = self.hold_sources(teacher)
+        try:
+            evicted = self.hbm.make_room(teacher, teacher in self._wanted, self._wanted)
+        except TierFullError:
+            self.release_sources(held)
+            raise
+        if evicted is None:
+            self.release_sources(held)
+            return None
+        demoted = {name for name, _ in evicted if self._may_demote(name, held)}
+        return functools.partial(self._copy, teacher, held, evicted, demoted)
+
+    def hold_sources(self, teacher: str) -> list[str]:
+        """Leases on what is read from pinned memory: stored images, or a window for one that is too large."""
+        held = []
+        for name in self.sources(teacher):
+            if self.pinned.fits(name):
+                self.pinned.books.lease(name)
+                held.append(name)
+        if not self.pinned.fits(teacher):
+            try:
+                self.pinned.make_room(WINDOW + teacher, True, self._cheap(), self._kept(held))
+            except TierFullError:
+                self.release_sources(held)
+                raise
+            held.append(WINDOW + teacher)
+        return held
+
+    def release_sources(self, held: Sequence[str]) -> None:
+        for name in held:
+            if not name.startswith(WINDOW):
+                self.pinned.books.release(name)
+            elif name not in self.pinned.stalled:
+                self.pinned.failed(name)
+
+    def _may_demote(self, name: str, keep: Sequence[str]) -> bool:
+        """Is an image that leaves the device worth a place in pinned memory? Then it is booked."""
+        if not self.shards[name].is_plain or not self.pinned.fits(name):
+            return False
+        if name in self.pinned.frames:
+            return False
+        return self.pinned.make_room(name, False, self._cheap(), self._kept(keep))
+
+    # Without the lock, by the threads.
+
+    def _move(self, kind: str, find: Callable[[], Job | None]) -> None:
+        try:
+            while True:
+                with self.changed:
+                    job = find()
+                    while job is None and not self._closed:
+                        self.changed.wait()
+                        job = find()
+                    if job is None or self._closed:
+                        return
+                    self._moving.add(kind)
+                try:
+                    job()
+                finally:
+                    with self.changed:
+                        self._moving.discard(kind)
+                        self.changed.notify_all()
+        except BaseException as error:  # noqa: BLE001 (raised from whoever waits)
+            with self.changed:
+                self._fatal = error
+                self.changed.notify_all()
+
+    def _read(self, name: str) -> None:
+        started = time.perf_counter()
+        try:
+            count = self._read_into(name, name, self.pinned.source(name))
+        except TeacherError as error:
+            with self.changed:
+                self._errors[name] = error
+                if name not in self.pinned.stalled:
+                    self.pinned.failed(name)
+            return
+        with self.changed:
+            self.pinned.loaded(name)
+            self._count_read(name, count, started)
+
+    def _count_read(self, name: str, count: int, started: float) -> None:
+        self.stats.disk_loads += 1
+        self.stats.read_bytes += count
+        self.stats.read_seconds += self.stats.span("read", name, started)
+
+    def _read_into(self, item: str, name: str, source: Source) -> int:
+        """From disk. ``item``: whose frames these are in the books. They stay booked while a thread hangs."""
+        finished = threading.Event()
+
+        def idle() -> None:
+            finished.set()
+            with self.changed:
+                if item in self.pinned.stalled:
+                    self.pinned.failed(item)
+                    self.changed.notify_all()
+
+        try:
+            return self.pinned.read(name, source, idle)
+        except StalledReadError:
+            with self.changed:
+                if not finished.is_set():
+                    self.pinned.stalled.add(item)
+            raise
+
+    def _copy(self, teacher: str, held: Sequence[str], evicted: Sequence[tuple[str, Image]], demote: set[str]) -> None:
+        shard = self.shards[teacher]
+        for name, image in evicted:
+            image.wait_unused()
+            if name in demote:
+                self._demote(name, image)
+        started = time.perf_counter()
+        try:
+            data = self._allocate(teacher, shard.device_bytes, evicted)
+            moved = self.fill(teacher, shard.names, shard.device_offsets, data, self._lane)
+        except TeacherError as error:
+            with self.changed:
+                self._errors[teacher] = error
+                self.hbm.failed(teacher)
+        else:
+            with self.changed:
+                self.hbm.loaded(teacher, Image(data, shard.views(data, shard.device_offsets)))
+                self.stats.copies += 1
+                self.stats.copied_bytes += moved
+                self.stats.copy_seconds += self.stats.span("copy", teacher, started)
+        finally:
+            with self.changed:
+                self.release_sources(held)
+
+    def _allocate(self, teacher: str, nbytes: int, evicted: Sequence[tuple[str, Image]]) -> Tensor:
+        with self.changed:
+            for _, image in evicted:
+                self.hbm.recycle(image.data)
+            try:
+                return self.hbm.allocate(nbytes)
+            except torch.OutOfMemoryError as error:
+                raise TierFullError(
+                    f"teacher {teacher}: the device has no {nbytes} bytes left, though the budget has: {error}"
+                ) from error
+
+    def _demote(self, name: str, image: Image) -> None:
+        started = time.perf_counter()
+        self._lane.to_host(image.data[: self.shards[name].stored_bytes], self.pinned.arena, self.pinned.frames[name])
+        self._lane.synchronize()
+        with self.changed:
+            self.pinned.loaded(name)
+            self.stats.demotions += 1
+            self.stats.span("demote", name, started)
+
+    def fill(self, teacher: str, names: Sequence[str], offsets: Mapping[str, int], data: Tensor, lane: Lane) -> int:
+        """Some of a teacher's tensors into memory of the device; returns the bytes that were copied there.
+
+        Raises:
+            TeacherError: what has to be read from disk for it can't be.
+        """
+        shard = self.shards[teacher]
+        base = self.pinned.source(shard.base.teacher) if shard.base is not None else None
+        if self.pinned.fits(teacher):
+            moved = lane.fill(shard, names, offsets, data, self.pinned.source(teacher), base)
+            lane.synchronize()
+            return moved
+        used = dict.fromkeys(key for name in names if (key := shard.tensors[name].extent) is not None)
+        whole = [name for name in names if shard.tensors[name].extent is None]
+        moved = lane.fill(shard, whole, offsets, data, Source(self.pinned.arena, (), {}), base)
+        extents = [(key, shard.manifest.extents[key]) for key in used]
+        for run in windows(extents, self.pinned.books.sizes[WINDOW + teacher]):
+            started = time.perf_counter()
+            source = self.pinned.window(teacher, run)
+            count = self._read_into(WINDOW + teacher, teacher, source)
+            with self.changed:
+                self._count_read(teacher, count, started)
+            part = [name for name in names if shard.tensors[name].extent in source.offsets]
+            moved += lane.fill(shard, part, offsets, data, source, base)
+            lane.synchronize()
+        lane.synchronize()
+        return moved

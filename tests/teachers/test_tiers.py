@@ -1,0 +1,232 @@
+"""Weights are bitwise what was imported after every switch, within the budgets, whatever is moved when."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from teachers.errors import MissingTeacherError, TierFullError
+from teachers.store import TeacherStore
+from teachers.tiers import TierManager
+from tests.teachers.made import SHARD, assert_same, finetuned, made_store, weights
+
+COUNT = 6
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Six plain teachers; three deltas of the first, one of them almost wholly changed; one that is half as large."""
+    store, teachers = made_store(tmp_path_factory.mktemp("store"), COUNT)
+    for name, share in (("few", 0.02), ("some", 0.2), ("most", 0.999)):
+        teachers[name] = finetuned(teachers["t0"], share, seed=9)
+        store.add(name, SHARD, teachers[name].items(), base="t0")
+    teachers["small"] = weights(99, layers=1)
+    store.add("small", SHARD, teachers["small"].items())
+    return store, teachers
+
+
+def size(made):
+    return made[0].open("t0", SHARD).device_bytes
+
+
+class Watched(TierManager):
+    """Notes what is allocated, from a thread of its own, as long as it lives."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.most = [0, 0]
+        self._stop = threading.Event()
+        self._watch = threading.Thread(target=self._look)
+        self._watch.start()
+
+    def _look(self):
+        while not self._stop.wait(0.002):
+            self.most = [max(a, b) for a, b in zip(self.most, self.memory(), strict=True)]
+
+    def close(self):
+        self._stop.set()
+        self._watch.join()
+        super().close()
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_every_switch_gives_the_imported_bits_within_both_budgets(made, data):
+    store, teachers = made
+    names = sorted(teachers)
+    schedule = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=14))
+    leased = data.draw(st.one_of(st.just(schedule), st.permutations(schedule), st.lists(st.sampled_from(names))))
+    # decoding a delta needs at most 32 bytes an element of the largest matrix beside the images
+    hbm = int(size(made) * data.draw(st.floats(1, 3))) + 32 * 192 * 64
+    pinned = int(size(made) * data.draw(st.floats(2.1, 4)))
+    tiers = Watched(store, SHARD, "cpu", hbm, pinned)
+    try:
+        tiers.plan(schedule)
+        for name in leased:
+            with tiers.lease(name) as views:
+                assert_same(views, teachers[name])
+        stats = tiers.stats()
+        assert stats.leases == len(leased)
+        assert stats.exposed_seconds == pytest.approx(sum(stats.exposed_by_teacher.values()))
+    finally:
+        tiers.close()
+    assert tiers.most[0] <= hbm
+    assert tiers.most[1] <= pinned
+
+
+def test_what_follows_on_the_plan_is_loaded_while_one_is_leased(made):
+    store, teachers = made
+    tiers = TierManager(store, SHARD, "cpu", 2 * size(made), 3 * size(made), teachers=["t1", "t2", "t3"])
+    tiers.plan(["t1", "t2", "t3"])
+    with tiers.lease("t1"):
+        for _ in range(400):
+            if "t2" in tiers.in_hbm and "t3" in tiers.in_pinned:
+                break
+            threading.Event().wait(0.05)
+        assert tiers.in_hbm == {"t1", "t2"}
+        assert "t3" in tiers.in_pinned
+        before = tiers.stats()
+    with tiers.lease("t2") as views:
+        assert_same(views, teachers["t2"])
+    assert tiers.stats().hbm_hits == before.hbm_hits + 1
+    tiers.close()
+
+
+def test_both_memories_together_are_the_disk_s_cache(made):
+    """Two teachers on the device and three in pinned memory, one of them to swap by: four are read once."""
+    store, _ = made
+    names = ["t1", "t2", "t3", "t4"]
+    tiers = TierManager(store, SHARD, "cpu", 2 * size(made), int(3.1 * size(made)), teachers=names)
+    tiers.plan(names)
+    for name in names:
+        with tiers.lease(name):
+            pass
+    for batch in range(5):
+        order = names[::-1] if batch % 2 == 0 else names
+        tiers.plan(order)
+        for name in order:
+            with tiers.lease(name):
+                pass
+    stats = tiers.stats()
+    tiers.close()
+    assert stats.disk_loads == 4
+    assert stats.demotions > 0
+
+
+def test_a_delta_is_loaded_with_its_base_kept_once(made):
+    store, teachers = made
+    tiers = TierManager(store, SHARD, "cpu", 2 * size(made) + 32 * 192 * 64, 3 * size(made), teachers=["few", "some"])
+    for name in ("few", "some", "few", "t0"):
+        with tiers.lease(name) as views:
+            assert_same(views, teachers[name])
+    read = tiers.stats().read_bytes
+    tiers.close()
+    assert read < 2 * size(made)
+
+
+@pytest.mark.parametrize("pinned_share", [3.0, 0.5])
+@pytest.mark.parametrize("name", ["t1", "some"])
+def test_one_that_is_larger_than_the_device_streams_in_order(made, name, pinned_share):
+    store, teachers = made
+    shard = store.open(name, SHARD)
+    pinned = int(size(made) * (pinned_share if name == "t1" else pinned_share + 1.2))
+    hbm = int(0.8 * size(made)) + (32 * 192 * 64 if name == "some" else 0)
+    tiers = Watched(store, SHARD, "cpu", hbm, pinned, teachers=[name])
+    try:
+        with pytest.raises(TierFullError, match=f"teacher {name} has .* lease it by layers"), tiers.lease(name):
+            pass
+        for _ in range(2):
+            with tiers.layers(name) as layers:
+                seen = {}
+                for (group, views), expected in zip(layers, shard.groups, strict=True):
+                    assert group == expected.name
+                    assert_same(views, {tensor: teachers[name][tensor] for tensor in expected.tensors})
+                    seen |= views
+            assert set(seen) == set(teachers[name])
+    finally:
+        tiers.close()
+    assert tiers.most[0] <= hbm
+    assert tiers.most[1] <= pinned
+
+
+def test_two_that_are_larger_than_the_device_stream_one_after_the_other_and_a_small_one_between(made):
+    store, teachers = made
+    tiers = TierManager(store, SHARD, "cpu", int(0.8 * size(made)), 3 * size(made), teachers=["t1", "t2", "small"])
+    tiers.plan(["t1", "small", "t2", "small"])
+    for name in ("t1", "small", "t2", "small"):
+        seen = {}
+        with tiers.layers(name) as layers:
+            for _, views in layers:
+                seen |= {tensor: view.clone() for tensor, view in views.items()}
+        assert_same(seen, teachers[name])
+    tiers.close()
+
+
+def test_a_stream_that_is_left_early_gives_its_memory_back(made):
+    store, teachers = made
+    tiers = TierManager(store, SHARD, "cpu", int(0.8 * size(made)), 3 * size(made), teachers=["t1", "small"])
+    with tiers.layers("t1") as layers:
+        next(layers)
+    with tiers.lease("small") as views:
+        assert_same(views, teachers["small"])
+    tiers.close()
+
+
+def test_leases_that_leave_no_room_are_an_error_and_not_a_wait_for_ever(made):
+    store, _ = made
+    tiers = TierManager(store, SHARD, "cpu", size(made), 2 * size(made), teachers=["t1", "t2"])
+    with (
+        tiers.lease("t1"),
+        pytest.raises(TierFullError, match=r"teacher t2 needs .* \['t1'\] are in use"),
+        tiers.lease("t2"),
+    ):
+        pass
+    with tiers.lease("t2"):
+        pass
+    with pytest.raises(MissingTeacherError, match="no teacher t9; there are t1, t2"):
+        tiers.plan(["t9"])
+    tiers.close()
+
+
+def test_several_threads_lease_at_once(made):
+    store, teachers = made
+    tiers = TierManager(store, SHARD, "cpu", 4 * size(made), 3 * size(made), teachers=[f"t{i}" for i in range(COUNT)])
+    failures = []
+
+    def work(start):
+        try:
+            for step in range(12):
+                name = f"t{(start + step * (start + 1)) % COUNT}"
+                with tiers.lease(name) as views:
+                    assert_same(views, teachers[name])
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    tiers.close()
+    assert not failures
+
+
+def test_fp8_is_close_and_says_how_close(tmp_path):
+    store = TeacherStore(tmp_path)
+    original = weights(1)
+    added = store.add("small", SHARD, original.items(), fp8=True)
+    assert 0.01 < added.fp8_error < 0.05
+    assert added.new_bytes < 0.8 * store.open("small", SHARD).device_bytes
+    tiers = TierManager(store, SHARD, "cpu", 1 << 22, 1 << 20)
+    with tiers.lease("small") as views:
+        for name, tensor in original.items():
+            if tensor.dim() == 2 and tensor.numel():
+                error = (views[name].float() - tensor.float()).norm() / tensor.float().norm()
+                assert error == pytest.approx(store.open("small", SHARD).tensors[name].error, rel=1e-4)
+            else:
+                assert torch.equal(views[name], tensor)
+    tiers.close()
