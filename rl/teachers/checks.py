@@ -86,19 +86,14 @@ def _tokenizers(config: RunConfig, sources: Iterable[TeacherSource]) -> None:
 
 
 def _sizes(config: RunConfig, sources: Iterable[TeacherSource]) -> None:
-    """The least that a rank holds of a teacher; the exact sizes are known once the ranks have cut it."""
-    trainer, parallel = config.trainer, config.trainer.parallel
-    itemsize = 2 if trainer.dtype == "bfloat16" else 4
-    ranks = parallel.pipeline * max(parallel.tensor, parallel.expert * parallel.expert_tensor)
+    """A teacher must fit into pinned memory whole; one that is larger than its GPU memory streams layer by layer."""
     for source in sources:
-        least = source.parameters * itemsize // ranks
-        for key in ("hbm_bytes", "pinned_bytes"):
-            budget = getattr(config.distillation, key)
-            if least > budget:
-                raise ConfigError(
-                    f"distillation.{key}={budget}: teacher {source.name} takes at least {least} bytes of each rank in "
-                    f"{trainer.dtype}; raise it, or spread the model over more ranks (trainer.parallel)"
-                )
+        least, budget = source.least_bytes(config.trainer), config.distillation.pinned_bytes
+        if least > budget:
+            raise ConfigError(
+                f"distillation.pinned_bytes={budget}: teacher {source.name} takes at least {least} bytes of each rank "
+                f"in {config.trainer.dtype}; raise it, or spread the model over more ranks (trainer.parallel)"
+            )
 
 
 def _urls(config: RunConfig, algorithm: Algorithm) -> dict[str, str]:

@@ -46,6 +46,7 @@ class DistillationConfig(BaseModel):
     """The teachers' weights on local NVMe, cut for the trainer's layout; null: in the run's folder. Runs can share
     one: a teacher whose source has not changed is not imported again."""
     hbm_bytes: int = Field(2**30, gt=0)
-    """Of one rank's GPU memory (on the CPU: of its memory) for teachers; two should fit, or loads can't be hidden."""
+    """Of one rank's GPU memory (on the CPU: of its memory) for teachers. Two should fit, or loads can't be hidden; one
+    that does not fit streams, layer by layer."""
     pinned_bytes: int = Field(4 * 2**30, gt=0)
     """Of pinned host memory for one rank."""

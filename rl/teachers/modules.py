@@ -2,13 +2,14 @@
 
 A ``TeacherModel`` is this rank's part of one architecture without storage. ``bind`` points its parameters at a
 teacher's tensors, which are views of a tier's buffers; nothing is copied, and the student's parameters are never
-touched. One model serves all teachers of an architecture.
+touched. One model serves all teachers of an architecture. Of a teacher that is larger than the tier a layer at a time
+is bound, in ``streamed``, when its turn comes in the forward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from megatron.core import parallel_state
 from rl.trainer.convert import rank_state
 from rl.trainer.model import PolicyModel, build_chunks
 
+OpenGroups = Callable[[], AbstractContextManager[Iterator[tuple[str, Mapping[str, Tensor]]]]]
 NOT_OF_THE_ARCHITECTURE = (
     "_name_or_path",
     "dtype",
@@ -58,9 +60,14 @@ class _Stage(nn.Module):
 class TeacherModel:
     """This rank's stages of one architecture."""
 
-    def __init__(self, hf: PretrainedConfig, config: TrainerConfig) -> None:
+    def __init__(self, hf: PretrainedConfig, config: TrainerConfig, streams: bool = False) -> None:
+        """
+        Args:
+            streams: layers stay apart, so that ``streamed`` can bind one at a time.
+        """
         # Graphs would keep the addresses of one teacher's weights; nothing is trained, so nothing is recomputed.
-        self.config = config.model_copy(update={"cuda_graphs": False, "recompute": False, "trained": "model"})
+        changes = {"cuda_graphs": False, "recompute": False, "trained": "model"}
+        self.config = config.model_copy(update=changes | ({"layers_per_graph": 1} if streams else {}))
         self.hf = hf
         self.models = build_chunks(hf, self.config)
         self.stages: list[Any] = []
@@ -94,18 +101,97 @@ class TeacherModel:
         """
         if weights.keys() != self.shapes.keys():
             raise ValueError(f"tensors that are not this model's: {sorted(weights.keys() ^ self.shapes.keys())[:5]}")
+        try:
+            self._bind(weights)
+            yield
+        finally:
+            self._release()
+
+    @contextmanager
+    def streamed(self, open_groups: OpenGroups) -> Iterator[None]:
+        """Compute with one group of tensors bound at a time: forward passes call for them, layer after layer, each pass
+        anew.
+
+        Args:
+            open_groups: begins a walk over the groups, in the order of the forward pass; each is valid until the next.
+        """
+        walk = _Walk(self, open_groups)
+        hooks = []
+        for model in self.models:
+            for prefix, unit in _units(model):
+                hooks.append(unit.register_forward_pre_hook(walk.before(f"{model.stage}/{prefix}")))
+            if model.post_process:
+                hooks.append(model.decoder.final_layernorm.register_forward_hook(walk.before(self._head(model))))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            walk.close()
+            self._release()
+
+    def _head(self, model: PolicyModel) -> str:
+        """Name of the output projection."""
+        own = f"{model.stage}/output_layer.weight"
+        return own if own in self.shapes else f"{model.stage}/embedding.word_embeddings.weight"
+
+    def _bind(self, weights: Mapping[str, Tensor]) -> None:
         for name, tensor in weights.items():
             wanted = (self.dtypes[name], self.shapes[name])
             if (tensor.dtype, tensor.shape) != wanted:
                 raise ValueError(
                     f"{name}: {tensor.dtype} {list(tensor.shape)} in place of {wanted[0]} {list(wanted[1])}"
                 )
-        try:
-            for name, tensor in weights.items():
-                self._tensors[name].data = tensor
-            yield
-        finally:
-            self._release()
+        for name, tensor in weights.items():
+            self._tensors[name].data = tensor
+
+
+class _Walk:
+    """Goes over a teacher's groups as the modules of a forward pass ask for them."""
+
+    def __init__(self, model: TeacherModel, open_groups: OpenGroups) -> None:
+        self._model, self._open = model, open_groups
+        self._stack = ExitStack()
+        self._groups: Iterator[tuple[str, Mapping[str, Tensor]]] = iter(())
+        self._bound: Mapping[str, Tensor] = {}
+
+    def before(self, prefix: str) -> Callable[..., None]:
+        """A hook that binds the group of the tensors with this prefix."""
+
+        def bind(*_: object) -> None:
+            if any(name.startswith(prefix) for name in self._bound):
+                return
+            if not self._advance(prefix):  # behind the walk: another pass begins
+                self.close()
+                self._groups = self._stack.enter_context(self._open())
+                if not self._advance(prefix):
+                    raise ValueError(f"no group has the tensors {prefix}*")
+
+        return bind
+
+    def _advance(self, prefix: str) -> bool:
+        for _, weights in self._groups:
+            self._model._release()
+            self._bound = weights
+            if any(name.startswith(prefix) for name in weights):
+                self._model._bind(weights)
+                return True
+        self._bound = {}
+        return False
+
+    def close(self) -> None:
+        self._groups, self._bound = iter(()), {}
+        self._stack.close()
+
+
+def _units(model: PolicyModel) -> Iterator[tuple[str, nn.Module]]:
+    """What is bound together, in the order of the forward pass, and the prefix of its tensors' names."""
+    if model.pre_process:
+        yield "embedding.", model.embedding
+    for index, layer in enumerate(model.decoder.layers):
+        yield f"decoder.layers.{index}.", layer
+    if model.post_process:
+        yield "decoder.final_layernorm.", model.decoder.final_layernorm
 
 
 def shard_name(config: TrainerConfig) -> str:

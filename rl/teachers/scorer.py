@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,14 +32,18 @@ from rl.trainer.collective import on_rank_zero
 from rl.trainer.config import TrainerConfig
 from rl.trainer.model import read_hf_config
 from rollout.trajectory import Trajectory
+from teachers.errors import TierFullError
 from teachers.scoring import scoring_order
+from teachers.shard import StoredShard
 from teachers.store import TeacherStore
 from teachers.tiers import TierManager
 
 LOADS = ("read", "copy")
 """Kinds of the tiers' spans: disk to pinned memory, and from there to the device."""
-PlanPasses = Callable[[TrainBatch], list[list[int]]]
-"""This data-parallel rank's micro-batches of a batch's samples with scored tokens."""
+STREAMED_PASSES = 4
+"""Times the micro-batch of training that a streaming teacher gets: each pass loads all of its layers."""
+PlanPasses = Callable[[TrainBatch, int], list[list[int]]]
+"""``(batch, tokens of a micro-batch) → this data-parallel rank's micro-batches`` of the samples that count."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +76,14 @@ class TeacherScorer:
             hf = read_hf_config(source.model)
             key = architecture(hf)
             if key not in by_architecture:
-                by_architecture[key] = TeacherModel(hf, config)
+                by_architecture[key] = TeacherModel(hf, config, streams=source.least_bytes(config) > setup.hbm_bytes)
             self._models[source.name] = by_architecture[key]
         store = TeacherStore(setup.store)
         pairs = [(source, self._models[source.name]) for source in setup.sources]
         self.imported = import_teachers(store, pairs, config)
         self._tiers: TierManager | None = None
+        self._streaming: frozenset[str] = frozenset()
+        """Teachers that are larger than the tier."""
         if pairs:
             self._tiers = TierManager(
                 store,
@@ -86,6 +93,11 @@ class TeacherScorer:
                 setup.pinned_bytes,
                 [source.name for source in setup.sources],
             )
+            self._streaming = frozenset(
+                name for name, shard in self._tiers.shards.items() if shard.device_bytes > setup.hbm_bytes
+            )
+            for name in sorted(self._streaming):
+                _check_streams(self._tiers.shards[name], setup.hbm_bytes)
 
     def close(self) -> None:
         if self._tiers is not None:
@@ -106,7 +118,7 @@ class TeacherScorer:
             return
         counts = {name: count for name, count in ahead.items() if name in self._models}
         then = scoring_order(counts, self._tiers.in_hbm, self._tiers.in_pinned)
-        self._tiers.plan([*now, *then])
+        self._tiers.plan([teacher for teacher in [*now, *then] if teacher not in self._streaming])
 
     def score(
         self,
@@ -146,9 +158,15 @@ class TeacherScorer:
     def _score_one(self, teacher: str, own: TrainBatch, view: View | None, plan: PlanPasses) -> _Part:
         assert self._tiers is not None
         model, started = self._models[teacher], time.perf_counter()
-        with self._tiers.lease(teacher) as weights, model.bound(weights):
-            leased = time.perf_counter()
-            scores = score(model.stages, own, plan(own), model.config, view)
+        tokens = model.config.max_tokens_per_micro_batch
+        if teacher in self._streaming:
+            with model.streamed(partial(self._tiers.layers, teacher)):
+                leased = time.perf_counter()
+                scores = score(model.stages, own, plan(own, tokens * STREAMED_PASSES), model.config, view)
+        else:
+            with self._tiers.lease(teacher) as weights, model.bound(weights):
+                leased = time.perf_counter()
+                scores = score(model.stages, own, plan(own, tokens), model.config, view)
         done = time.perf_counter()
         mask = own.rollout.action_mask
         metrics: dict[str, Metric] = {
@@ -181,6 +199,15 @@ class TeacherScorer:
         metrics |= {f"teacher/{teacher}/load_s": Sum(seconds) for teacher, seconds in loads.items()}
         self._counters, self._looked_at = counters, time.perf_counter()
         return metrics
+
+
+def _check_streams(shard: StoredShard, hbm_bytes: int) -> None:
+    needed = 2 * max(shard.place(group.tensors)[1] for group in shard.groups)
+    if needed > hbm_bytes:
+        raise TierFullError(
+            f"teacher {shard.teacher} streams through two buffers of its largest layer, {needed} bytes, and "
+            f"distillation.hbm_bytes={hbm_bytes}: raise it"
+        )
 
 
 @dataclass(frozen=True)

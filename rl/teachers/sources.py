@@ -10,6 +10,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from rl.trainer.config import TrainerConfig
 from rl.trainer.manifest import MANIFEST, CheckpointError, read_manifest
 
 SHOWN = 3
@@ -32,6 +33,12 @@ class TeacherSource:
     """Differs when the source's files do: names, sizes and times of change."""
     parameters: int
     """Elements of its tensors."""
+
+    def least_bytes(self, config: TrainerConfig) -> int:
+        """What a rank holds of it at least; the exact size is known once the ranks have cut it."""
+        parallel = config.parallel
+        ranks = parallel.pipeline * max(parallel.tensor, parallel.expert * parallel.expert_tensor)
+        return self.parameters * (2 if config.dtype == "bfloat16" else 4) // ranks
 
 
 def resolve(name: str, path: Path) -> TeacherSource:

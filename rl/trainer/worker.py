@@ -254,13 +254,21 @@ class TrainerWorker:
             seconds=watch.read(),
         )
 
-    def plan(self, batch: TrainBatch, samples: Sequence[int]) -> tuple[list[list[int]], int]:
-        """This data-parallel rank's micro-batches of these samples, and the tokens of all of them."""
+    def plan(self, batch: TrainBatch, samples: Sequence[int], budget: int | None = None) -> tuple[list[list[int]], int]:
+        """This data-parallel rank's micro-batches of these samples, and the tokens of all of them.
+
+        Args:
+            budget: tokens of a micro-batch, if not the config's.
+        """
         lengths = batch.rollout.lengths()[torch.tensor(samples, dtype=torch.long)].tolist()
         config = self.config
         multiple = config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1
         plan = plan_micro_batches(
-            lengths, config.max_tokens_per_micro_batch, config.data_parallel, self.loaded.balance_length, multiple
+            lengths,
+            budget or config.max_tokens_per_micro_batch,
+            config.data_parallel,
+            self.loaded.balance_length,
+            multiple,
         )
         mine = plan[parallel_state.get_data_parallel_rank()]
         return [[samples[index] for index in members] for members in mine], sum(lengths)
@@ -276,12 +284,12 @@ class TrainerWorker:
         logprobs, _ = batch_logprobs(self.loaded.modules, batch, self._plan_usable(batch), self.config)
         return _replace_rollout(batch, old_logprobs=logprobs)
 
-    def _plan_usable(self, batch: TrainBatch) -> list[list[int]]:
+    def _plan_usable(self, batch: TrainBatch, tokens: int | None = None) -> list[list[int]]:
         """This data-parallel rank's micro-batches of the samples that may be trained on."""
         rollout = batch.rollout
         usable = (rollout.valid & ~rollout.dropped)[rollout.rollout]
         samples = _samples_with(rollout.action_mask & usable[rollout.sample_of_token()], batch)
-        return self.plan(batch, samples)[0]
+        return self.plan(batch, samples, tokens)[0]
 
     def _score(
         self, trajectories: Sequence[Trajectory], batch: TrainBatch, algorithm: Algorithm, teaching: Teaching | None

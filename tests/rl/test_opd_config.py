@@ -68,8 +68,8 @@ def refuse(capsys, *overrides):
             "the tokenizer of OTHER is not the student's: 2 tokens differ, such as 'a'",
         ),
         (
-            ["+teachers.sorting.source=MODEL", "distillation.hbm_bytes=1000"],
-            "distillation.hbm_bytes=1000: teacher sorting takes at least",
+            ["+teachers.sorting.source=MODEL", "distillation.pinned_bytes=1000"],
+            "distillation.pinned_bytes=1000: teacher sorting takes at least",
         ),
         (
             ["+teachers.sorting.source=MODEL", "distillation.route=rule"],

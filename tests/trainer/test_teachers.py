@@ -13,6 +13,7 @@ from rl.fresh_model import FreshModel, create_model
 from rl.teachers.sources import resolve
 from rl.teachers.teaching import TeacherSetup, Teaching
 from rl.trainer.result import MissingInputError
+from teachers.errors import TierFullError
 from tests.trainer.common import Ratio, capture_update, make_trajectories
 from tests.trainer.models import hf_logprobs
 
@@ -79,6 +80,31 @@ def test_log_probs_are_hugging_faces_after_every_switch_and_the_student_stays_bi
     after = dict(taught.loaded.model.named_parameters())
     assert all(torch.equal(before[name], after[name].detach()) for name in before)
     assert scored.metrics["teacher/ann/prompts"].value() == 6
+
+
+@pytest.mark.parametrize("mode", ["sampled", "full_vocab"])
+def test_teachers_larger_than_their_memory_stream_layer_by_layer(worker, teachers, tmp_path, mode):
+    sources = [resolve(name, path) for name, path in teachers.items()]
+    trajectories = make_trajectories(temperature=0.7)
+    teaching, results = teaching_of(trajectories), []
+    for hbm_bytes in (380_000, 2**24):  # two layers, or all teachers
+        worker.load_teachers(TeacherSetup(sources, str(tmp_path / "store"), hbm_bytes, 2**24))
+        batch = build(trajectories)
+        worker.config = worker.config.model_copy(update={"max_tokens_per_micro_batch": 20})  # several passes
+        results.append(worker._score(trajectories, batch, make(mode=mode), teaching))
+        assert bool(worker._teachers._streaming) == (hbm_bytes < 2**20)
+    streamed, whole = results
+    assert (streamed.logprobs - whole.logprobs).abs().max() <= 1e-5
+    if streamed.views is not None:
+        for found, wanted in zip(streamed.views.scores, whole.views.scores, strict=True):
+            assert torch.equal(found.head, wanted.head)
+            assert (found.hidden - wanted.hidden).abs().max() <= 1e-4
+
+
+def test_memory_for_less_than_two_layers_is_refused_by_name(worker, teachers, tmp_path):
+    sources = [resolve(name, path) for name, path in teachers.items()]
+    with pytest.raises(TierFullError, match=r"teacher ann streams .* distillation\.hbm_bytes=300000"):
+        worker.load_teachers(TeacherSetup(sources, str(tmp_path / "store"), 300_000, 2**24))
 
 
 def build(trajectories):
