@@ -49,7 +49,7 @@ class Plan:
             "prompts": digest,
         }
 
-    def evaluation_sets(self) -> dict[str, tuple[str, Sequence[tuple[str, Mapping[str, Any]]]]]:
+    def evaluation_sets(self) -> Mapping[str, tuple[str, Sequence[tuple[str, Mapping[str, Any]]]]]:
         """Prompts to evaluate on: ``{label: (task, prompts)}``, a set a task, or one for each group of prompts that has
         its own teachers."""
         size = self.config.evaluation.prompts

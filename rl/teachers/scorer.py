@@ -10,7 +10,7 @@ generate.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -181,7 +181,7 @@ class TeacherScorer:
         if self._tiers is None:
             return {}
         stats = self._tiers.stats()
-        counters = {
+        counters: dict[str, float] = {
             "hbm_hits": stats.hbm_hits,
             "pinned_hits": stats.pinned_hits,
             "disk_loads": stats.disk_loads,
@@ -192,7 +192,7 @@ class TeacherScorer:
         metrics: dict[str, Metric] = {
             f"teachers/{name}": Sum(value - self._counters.get(name, 0.0)) for name, value in counters.items()
         }
-        loads: Counter[str] = Counter()
+        loads: defaultdict[str, float] = defaultdict(float)
         for span in stats.spans:
             if span.kind in LOADS and span.stop > self._looked_at:
                 loads[span.teacher] += span.stop - span.start
@@ -242,7 +242,8 @@ def _mixed(
 ) -> Scored:
     """The teachers' parts put together, each in the places of its own tokens."""
     starts, tokens = batch.rollout.cu_seqlens, len(batch.token_ids)
-    mask, ours = batch.rollout.action_mask, batch.rollout.rollout_logprobs
+    ours, usable = batch.rollout.rollout_logprobs, batch.rollout.valid & ~batch.rollout.dropped
+    mask = batch.rollout.action_mask & usable[batch.rollout.rollout][batch.rollout.sample_of_token()]
     logprobs, weights, places, all_metrics = [], [], [], dict(metrics)
     for teacher, part in sorted(parts.items()):
         members = groups[teacher]
@@ -253,7 +254,11 @@ def _mixed(
         weights.append(torch.zeros(tokens).index_copy(0, where, shares.repeat_interleave(torch.tensor(lengths))))
         places.append(torch.full((tokens,), NOWHERE).index_copy(0, where, torch.arange(len(where))))
         gap = (ours[where] - part.logprobs)[mask[where]]
-        found = {"kl": Mean(float(gap.sum()), float(len(gap))), "prompts": Sum(float(len(members))), **part.metrics}
+        found: dict[str, Metric] = {
+            "kl": Mean(float(gap.sum()), float(len(gap))),
+            "prompts": Sum(float(len(members))),
+            **part.metrics,
+        }
         all_metrics |= {f"teacher/{teacher}/{name}": metric for name, metric in found.items()}
     views = None
     if vocabulary is not None:
