@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from jaxtyping import Float32
+from jaxtyping import Bool, Float32
 from torch import Tensor
 
 from algorithms.metrics import Mean, Metric, Sum
@@ -168,7 +168,7 @@ class TeacherScorer:
                 leased = time.perf_counter()
                 scores = score(model.stages, own, plan(own, tokens), model.config, view)
         done = time.perf_counter()
-        mask = own.rollout.action_mask
+        mask = _usable(own)
         metrics: dict[str, Metric] = {
             "exposed_s": Sum(leased - started),
             "score_s": Sum(done - leased),
@@ -219,6 +219,13 @@ class _Part:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
 
+def _usable(batch: TrainBatch) -> Bool[Tensor, " tokens"]:
+    """Action tokens of the rollouts that were scored."""
+    rollout = batch.rollout
+    usable = rollout.valid & ~rollout.dropped
+    return rollout.action_mask & usable[rollout.rollout][rollout.sample_of_token()]
+
+
 def _elsewhere(
     values: Sequence[np.ndarray | None], trajectories: Sequence[Trajectory], members: Sequence[int]
 ) -> Float32[Tensor, " tokens"]:
@@ -242,8 +249,7 @@ def _mixed(
 ) -> Scored:
     """The teachers' parts put together, each in the places of its own tokens."""
     starts, tokens = batch.rollout.cu_seqlens, len(batch.token_ids)
-    ours, usable = batch.rollout.rollout_logprobs, batch.rollout.valid & ~batch.rollout.dropped
-    mask = batch.rollout.action_mask & usable[batch.rollout.rollout][batch.rollout.sample_of_token()]
+    mask, ours = _usable(batch), batch.rollout.rollout_logprobs
     logprobs, weights, places, all_metrics = [], [], [], dict(metrics)
     for teacher, part in sorted(parts.items()):
         members = groups[teacher]
