@@ -6,11 +6,12 @@ import difflib
 import importlib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from rl.commands.exits import EXIT_BAD_CONFIG
 
-COMMANDS = ("train", "plan", "plot")
-"""Modules of ``rl.commands``."""
+COMMANDS = ("train", "plan", "check-engine", "plot")
+"""Modules of ``rl.commands``, with underscores there."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,11 +25,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(COMMANDS)}"
         print(f"atelier {name}: no such command; {hint}", file=sys.stderr)
         return EXIT_BAD_CONFIG
-    return importlib.import_module(f"rl.commands.{name}").main(rest)
+    return _module(name).main(rest)
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"rl.commands.{name.replace('-', '_')}")
 
 
 def _usage() -> str:
-    lines = [f"  {name:8} {importlib.import_module(f'rl.commands.{name}').SUMMARY}" for name in COMMANDS]
+    lines = [f"  {name:12} {_module(name).SUMMARY}" for name in COMMANDS]
     return "\n".join(["usage: atelier COMMAND ...", "", *lines])
 
 
