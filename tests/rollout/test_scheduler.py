@@ -60,6 +60,18 @@ def test_asynchronous_generation_runs_ahead_by_the_staleness_and_no_further():
     assert s.starts(0.0) == []
 
 
+def test_the_next_batchs_prompts_are_known_when_they_are_admitted():
+    s = scheduler(steps_ahead=1)
+    assert s.ahead() == []
+    started = s.starts(0.0)
+    refs = [start.ref for start in started[::2]]  # two rollouts a group
+    assert s.ahead() == refs[:3]
+    for start in started:
+        s.ended(start.rollout_id, good(), 0.0)
+    batch, _ = s.take_batch()
+    assert s.ahead() == [ref for ref in refs if ref not in [group.ref for group in batch]]
+
+
 def test_nothing_is_generated_for_steps_after_the_last():
     s = scheduler(steps_ahead=5, total_steps=2)
     assert len(s.starts(0.0)) == 2 * 3 * 2
