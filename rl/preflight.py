@@ -1,8 +1,10 @@
-"""What can be known to be wrong before anything is started; nothing here takes seconds."""
+"""What can be known to be wrong before anything is started; nothing here takes seconds, unless the engine has
+``extra_args``: of those SGLang is asked."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,9 @@ from rl.run_folder import RunFolder
 from rl.teachers.checks import TeachingPlan, check_teachers
 from rl.trainer.manifest import CheckpointError, read_manifest
 from rl.trainer.result import COMPUTED_NEEDS
+from rollout.engine import fit
+from rollout.engine.arguments import ArgumentsError, check_extra_args
+from rollout.engine.model_shape import ModelShapeError, read_model_shape
 from rollout.processes import ProcessError, require_free_port
 from tasks.protocol import Task
 from tasks.registry import TaskError, load_task
@@ -77,6 +82,7 @@ def check_run(config: RunConfig) -> Plan:
     algorithm = _algorithm(config)
     if config.model.checkpoint is not None:
         check_model_dir(config.model.checkpoint, "model.checkpoint")
+    _engine(config)
     _needs(config, algorithm)
     teaching = check_teachers(config, algorithm, tasks)
     _batch(config, algorithm)
@@ -121,6 +127,22 @@ def _algorithm(config: RunConfig) -> Algorithm:
         return algorithms.build(name, config.algorithm)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _engine(config: RunConfig) -> None:
+    try:
+        check_extra_args(config.engine)
+    except ArgumentsError as error:
+        raise ConfigError(str(error)) from error
+    if config.model.checkpoint is None:
+        return
+    try:
+        shape = read_model_shape(config.model.checkpoint)
+    except ModelShapeError as error:
+        logging.getLogger(__name__).warning("whether the engine fits the model is left to SGLang: %s", error)
+        return
+    for problem in fit.problems(config.engine, shape):
+        raise ConfigError(problem)
 
 
 def _needs(config: RunConfig, algorithm: Algorithm) -> None:

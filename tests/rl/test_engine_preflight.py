@@ -1,0 +1,55 @@
+"""A run whose engine can't serve its model, or has arguments that SGLang refuses, ends before anything is started."""
+
+import json
+
+import pytest
+
+from rl.commands.exits import EXIT_BAD_CONFIG
+from rl.commands.train import main
+from rl.config import FreshModel
+from rl.fresh_model import create_model
+from rollout.engine import arguments
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model") / "hf"
+    create_model(directory, FreshModel(context_length=256), seed=0)
+    return directory
+
+
+def refused(capsys, *overrides):
+    assert main(["+stage=agent_rl", *overrides]) == EXIT_BAD_CONFIG
+    return capsys.readouterr().err
+
+
+def test_the_engine_does_not_fit_the_model(capsys, model_dir, tmp_path):
+    said = refused(
+        capsys, "model=hf", f"model.checkpoint={model_dir}", "engine.context_length=512", f"run_dir={tmp_path}"
+    )
+    assert "engine.context_length=512 is more than the model has positions for (max_position_embeddings=256)" in said
+
+
+def test_sglang_refuses_an_argument(capsys, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(arguments, "_judge", lambda line: asked.append(line) or "SGLang has no argument warp-factor")
+    said = refused(capsys, "+engine.extra_args={warp_factor: 9}", f"run_dir={tmp_path}")
+    assert "engine.extra_args: SGLang has no argument warp-factor" in said
+    assert asked == [("--warp-factor", "9")]
+
+
+def test_a_model_whose_sizes_are_not_known_is_left_to_sglang(capsys, model_dir, tmp_path, caplog):
+    strange = tmp_path / "strange"
+    strange.mkdir()
+    for file in model_dir.iterdir():
+        (strange / file.name).write_bytes(file.read_bytes())
+    config = json.loads((strange / "config.json").read_text())
+    (strange / "config.json").write_text(json.dumps(config | {"layer_types": ["sliding_attention"]}))
+    overrides = [
+        "model=hf",
+        f"model.checkpoint={strange}",
+        "evaluation.prompts=100000000",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    said = refused(capsys, *overrides, "resume=/none")
+    assert "sliding_attention" not in said
