@@ -45,11 +45,7 @@ def test_a_model_whose_sizes_are_not_known_is_left_to_sglang(capsys, model_dir, 
         (strange / file.name).write_bytes(file.read_bytes())
     config = json.loads((strange / "config.json").read_text())
     (strange / "config.json").write_text(json.dumps(config | {"layer_types": ["sliding_attention"]}))
-    overrides = [
-        "model=hf",
-        f"model.checkpoint={strange}",
-        "evaluation.prompts=100000000",
-        f"run_dir={tmp_path / 'run'}",
-    ]
-    said = refused(capsys, *overrides, "resume=/none")
-    assert "sliding_attention" not in said
+    where = (f"model.checkpoint={strange}", f"run_dir={tmp_path / 'run'}")
+    said = refused(capsys, "model=hf", *where, "engine.context_length=512", "resume=/none")
+    assert "resume: /none does not exist" in said  # the next check
+    assert "layer_types has sliding_attention" in caplog.text
