@@ -26,6 +26,12 @@ def facts(config: PlanConfig, plan: Plan) -> Iterator[tuple[str, str]]:
             f"{gigabytes(pools.slots * pools.slot_bytes)} of tables for {pools.slots} requests"
         ),
     )
+    beyond = pools.tokens * pools.gpu_token_bytes - pools.budget_bytes
+    if beyond > 0:
+        yield (
+            "over budget",
+            f"{gigabytes(beyond)} more than this SGLang counts: lower engine.memory_fraction by as much",
+        )
     needed = host_bytes(config, plan)
     if needed:
         yield "host pool", f"{pools.logical_tokens:,} tokens a group; {gigabytes(needed)} of pinned memory in all"

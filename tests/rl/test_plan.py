@@ -29,6 +29,11 @@ def test_glm5_with_hisparse(capsys):
     assert "HiSparse is worth it from" in out
 
 
+def test_an_sglang_that_counts_too_little(capsys):
+    assert "over budget" in said(capsys, "sglang=0.5.16")
+    assert "over budget" not in said(capsys)
+
+
 def test_a_dense_model(capsys):
     out = said(capsys, "engine=gpu", "model=qwen3_8b", "gpus=1")
     assert "147,456 B a GPU (bfloat16, 36 layers, 8 KV heads of 128)" in out
