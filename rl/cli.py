@@ -10,7 +10,7 @@ from types import ModuleType
 
 from rl.commands.exits import EXIT_BAD_CONFIG
 
-COMMANDS = ("train", "plan", "check-engine", "plot")
+COMMANDS = ("train", "plan", "check-engine", "plot", "teachers")
 """Modules of ``rl.commands``, with underscores there."""
 
 

@@ -76,7 +76,8 @@ def apply_delta(out: Tensor, bitmap: Tensor, values: Tensor, itemsize: int) -> N
 
 def fp8_fits(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Matrices only: norms and biases are small, and matter more. A row has to fit into a piece."""
-    return dtype.is_floating_point and dtype.itemsize > 1 and len(shape) >= 2 and 0 < _row(shape) <= PIECE_ELEMENTS
+    matrix = len(shape) >= 2 and shape[0] > 0 and 0 < _row(shape) <= PIECE_ELEMENTS
+    return matrix and dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _row(shape: tuple[int, ...]) -> int:

@@ -137,7 +137,8 @@ class Movers:
 
     def _kept(self, sources: Sequence[str]) -> set[str]:
         """What must not leave pinned memory for them: these themselves, and what somebody waits for just now."""
-        return {*sources, *(name for teacher in self._wanted for name in self.sources(teacher))}
+        waiting = [teacher for teacher in self._wanted if teacher not in self.hbm.ready]
+        return {*sources, *(name for teacher in waiting for name in self.sources(teacher))}
 
     def _refuse(self, teacher: str, error: TeacherError) -> None:
         """An urgent move found no room: final, unless a move that is under way, or whoever waits longer, makes some."""

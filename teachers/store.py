@@ -108,7 +108,7 @@ class TeacherStore:
         if replace and path.exists():
             self._refuse_if_base(name, shard)
         base_shard = self._open_base(name, base, shard) if base is not None else None
-        with self._lock(shared=True):
+        with self._locked(shared=True):
             pack = self._new_pack(name, written)
             importer = _Importer(name, pack, self._known_extents(), base_shard, fp8, self.packs)
             try:
@@ -194,7 +194,7 @@ class TeacherStore:
             TeacherError: it is the base of others.
         """
         folder = self._folder(name)
-        with self._lock(shared=False):
+        with self.exclusively():
             if not folder.is_dir():
                 raise MissingTeacherError(f"no teacher {name} in {self.root}; there are {self.names()}")
             self._refuse_if_base(name)
@@ -260,8 +260,12 @@ class TeacherStore:
                 known.update(manifest.extents)
         return known
 
+    def exclusively(self) -> contextlib.AbstractContextManager[None]:
+        """Nobody imports inside of this."""
+        return self._locked(shared=False)
+
     @contextlib.contextmanager
-    def _lock(self, *, shared: bool) -> Iterator[None]:
+    def _locked(self, *, shared: bool) -> Iterator[None]:
         with (self.root / ".lock").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
             yield
