@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,10 @@ ASK, ANSWER, POOLS = "observe", "observed.json", "pools.json"
 
 def ask(folder: Path) -> None:
     """Request one observation from the server that was started with this folder."""
-    (folder / ANSWER).unlink(missing_ok=True)
+    path = folder / ANSWER
+    if path.exists() and "error" in json.loads(path.read_text()):
+        return  # it has given up: that stays its answer
+    path.unlink(missing_ok=True)
     (folder / ASK).touch()
 
 
@@ -59,6 +63,7 @@ class Observer:
         self._taken: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._rows: torch.Tensor | None = None
         self._pools_written = False
+        self._works = True
 
     def install(self) -> None:
         import sglang.srt.managers.scheduler  # noqa: F401  (first, as SGLang's own processes do: the others import in circles)
@@ -67,12 +72,21 @@ class Observer:
         forward = ModelRunner.forward
 
         def observed(runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-            self.before_forward(runner, forward_batch)
+            if self._works:
+                self.before_forward(runner, forward_batch)
             return forward(runner, forward_batch, *args, **kwargs)
 
         ModelRunner.forward = observed
 
     def before_forward(self, runner: Any, batch: Any) -> None:
+        """Look, where that was asked for. An error is the answer, and the last one: it must not end the server."""
+        try:
+            self._look(runner, batch)
+        except Exception:  # noqa: BLE001  (SGLang's insides may differ from those we know)
+            self._works = False
+            _write(self.folder / ANSWER, {"error": traceback.format_exc()[-1000:]})
+
+    def _look(self, runner: Any, batch: Any) -> None:
         if not self._pools_written:
             self._pools_written = True
             _write(self.folder / POOLS, pool_bytes(runner))

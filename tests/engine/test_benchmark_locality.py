@@ -136,3 +136,10 @@ def test_no_observation_without_decode_steps(tmp_path):
     observe.ask(tmp_path)
     assert observe.answer(tmp_path, 0.0) is None
     assert not list(tmp_path.iterdir())
+
+
+def test_an_observer_that_does_not_know_the_server_says_so_and_lets_it_run(tmp_path):
+    observe.Observer(tmp_path).before_forward(SimpleNamespace(), SimpleNamespace())
+    for _ in range(2):
+        observe.ask(tmp_path)
+        assert "AttributeError" in observe.answer(tmp_path, 0.0)["error"]
