@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from rl.config import ConfigError, RunConfig, TaskConfig
 from rollout.chat import ChatRenderer
 from rollout.engine.fleet import EngineFleet
+from rollout.engine.ray_launcher import RayLauncher
 from rollout.episode import EpisodeRunner, EpisodeSettings
 from rollout.gateway import Gateway
 from rollout.processes import ManagedProcess, ProcessRegistry, free_ports
@@ -55,7 +56,8 @@ async def start_serving(
         ProcessError, EngineError, TaskServerError: something did not come up; the message names it and its log.
     """
     shape = _experts_shape(model_dir) if config.engine.routed_experts else (0, 0)
-    fleet = EngineFleet(config.engine, registry, logs, on_progress=say, experts_shape=shape)
+    launcher = RayLauncher(config.engine, logs) if config.engine.placement == "ray" else None
+    fleet = EngineFleet(config.engine, registry, logs, on_progress=say, launcher=launcher, experts_shape=shape)
     stack.push_async_callback(fleet.stop)
     clients: dict[str, TaskClient] = {}
     processes: dict[str, list[ManagedProcess]] = {}

@@ -72,6 +72,8 @@ class EngineConfig(Settings):
     control_timeout_s: float = Field(60.0, gt=0)
     """For pausing, aborting, metrics and each step of a weight update."""
     recovery: RecoveryConfig = RecoveryConfig()
+    placement: Literal["local", "ray"] = "local"
+    """Where servers run: children of the driver, or wherever Ray has room (needed for several machines)."""
     extra_args: dict[str, Argument] = Field(default_factory=dict)
     """Further arguments of SGLang's without the dashes (``chunked-prefill-size: 512``; true is a bare flag).
     ``rollout.engine.arguments`` has SGLang's own parser judge them before anything is launched."""

@@ -81,8 +81,9 @@ class Publication:
         return self._fleet.engines_in(self._participants)
 
     async def lost_any(self, engines: Sequence[SGLangEngine]) -> bool:
-        """Whether one of these died since: publishing to the rest is then worth another try."""
-        await self._fleet.look_for_deaths()
+        """Whether one of these died since: publishing to the rest is then worth another try. One that does not answer
+        is waited for, until it does or counts as dead."""
+        await self._fleet.settle(self._participants)
         return len(self.engines) < len(engines)
 
 
@@ -255,14 +256,32 @@ class EngineFleet:
                     self._router.forget_cache(slot)
             self._apply(self._recovery.publish_ended(publication.holds))
 
-    async def look_for_deaths(self) -> None:
-        """Look now, not at the next poll."""
-        for index, server in enumerate(self._servers):
-            launched = server.launched
-            if launched is None or self._recovery.phase(index) is Phase.STARTING:  # whose start looks for itself
-                continue
-            if (reason := await launched.failure()) is not None and launched is server.launched:
-                self._apply(self._recovery.died(index, reason, time.monotonic()))
+    async def settle(self, indexes: Sequence[int]) -> None:
+        """Ask these servers whether they live; returns when each has answered or counts as dead."""
+        await asyncio.gather(*(self._settle(self._servers[index]) for index in indexes))
+
+    async def _settle(self, server: _Server) -> None:
+        index = server.spec.index
+        while self._recovery.phase(index) in (Phase.SERVING, Phase.SUSPECT):  # at most missed_heartbeats times
+            await self._look_at(server)
+            client = server.client
+            if client is None:
+                return
+            answered = await client.health()
+            if client is server.client:
+                self._apply(self._recovery.heartbeat(index, answered, time.monotonic()))
+            if answered:
+                return
+
+    async def _look_for_deaths(self) -> None:
+        await asyncio.gather(*(self._look_at(server) for server in self._servers))
+
+    async def _look_at(self, server: _Server) -> None:
+        index, launched = server.spec.index, server.launched
+        if launched is None or self._recovery.phase(index) is Phase.STARTING:  # whose start looks for itself
+            return
+        if (reason := await launched.failure()) is not None and launched is server.launched:
+            self._apply(self._recovery.died(index, reason, time.monotonic()))
 
     # Requests
 
@@ -304,7 +323,9 @@ class EngineFleet:
         prefill = self._servers[self._prefill[slot]]
         port = prefill.spec.bootstrap_port
         assert port is not None, "a prefill server has a bootstrap port"
-        meeting = rendezvous(prefill.engine.url, port, self._rng).fields()
+        apart = self.config.disaggregation
+        fake = apart is not None and apart.transfer_backend == "fake"
+        meeting = rendezvous(prefill.engine.url, port, self._rng, fake).fields()
         with self._prefill_router.request(slot):
             prefilling = asyncio.create_task(
                 self._on(prefill.spec.index, token_ids, sampling, f"{request_id}.prefill", meeting)
@@ -457,7 +478,7 @@ class EngineFleet:
 
     async def _watch_deaths(self) -> None:
         while True:
-            await self.look_for_deaths()
+            await self._look_for_deaths()
             self._apply(self._recovery.tick(time.monotonic()))
             await asyncio.sleep(DEATH_POLL_S)
 
