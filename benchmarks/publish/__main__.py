@@ -3,8 +3,8 @@
 A server of a random model is started, and versions of other random weights are published to it by every way: bytes of
 the model over the seconds from the first call of the load to the last answer (the engine idle), against a plain copy of
 the same tensors on the same device in the same run; then again while requests run, for the seconds in which the engine
-does not generate. Patches are measured at 1, 10 and 100 % of the values changed. Each row is written when it is there; a way
-that fails leaves its error, and the next one runs.
+does not generate. Patches are measured at 1, 10 and 100 % of the values changed. Each row is written when it is there;
+a way that fails leaves its error, and the next one runs.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ async def collective(bench: Bench) -> dict[str, Any]:
 
 
 async def exact(bench: Bench) -> dict[str, Any]:
-    """Largest difference of the server's log-probs from HF's of the weights that it was sent last, and of the others."""
+    """Largest difference of the server's log-probs from HF's with the weights that it was sent, and with the others."""
     from transformers import AutoModelForCausalLM
 
     found = torch.from_numpy(await bench.engine.score(PROMPT))[1:]
@@ -314,7 +314,7 @@ def engine_config(device: str, requests: int, start_s: float) -> EngineConfig:
         "sampling-backend": "pytorch",
         "grammar-backend": "none",
         "disable-prefill-cuda-graph": True,
-        "cuda-graph-max-bs": requests,
+        "cuda-graph-max-bs-decode": requests,
     }
     if torch.cuda.device_count() > 1:
         extra["base-gpu-id"] = 1

@@ -13,6 +13,7 @@ import json
 import mmap
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ from teachers.codec import encode_delta
 
 ZSTD_LEVEL = 1
 """What changed in a bf16 value is its last bits, which hardly compress: more effort buys nothing."""
+THREADS = 8
+AHEAD = 32
+"""Tensors that are encoded before the first of them is taken."""
 LENGTH = struct.Struct("<Q")
 
 
@@ -153,25 +157,27 @@ def patch(new: Path, version: int, old: Path | None = None, base: int | None = N
         n: (p.dtype, p.shape) for n, p in before.items()
     }:
         raise DeltaError(f"{new} and {old} do not hold the same tensors")
-    compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
     layout = tuple(Layout(name=name, dtype=place.dtype, shape=place.shape) for name, place in fresh.items())
     head = PatchHead(version=version, base=base if before is not None else None, layout=layout)
     yield _frame(head, b"")
     with ExitStack() as stack:
         values = stack.enter_context(MappedFiles(fresh))
         older = stack.enter_context(MappedFiles(before)) if before is not None else None
-        for name, place in fresh.items():
-            flat = values.bytes_of(name)
-            encoding, counts, body = _encode(flat, older.bytes_of(name) if older else None, place.dtype)
-            packed = compressor.compress(body.numpy()) if len(body) else b""
-            tensor = TensorHead(
-                name=name,
-                encoding=encoding,
-                counts=counts,
-                checksum=checksum(flat),
-                nbytes=len(packed),
-            )
-            yield _frame(tensor, packed)
+
+        def frame(tensor: Layout) -> bytes:
+            old_bytes = older.bytes_of(tensor.name) if older is not None else None
+            return _tensor_frame(tensor, values.bytes_of(tensor.name), old_bytes)
+
+        pool = stack.enter_context(ThreadPoolExecutor(THREADS))
+        for first in range(0, len(layout), AHEAD):  # bounded, or all frames would wait in memory for a slow receiver
+            yield from pool.map(frame, layout[first : first + AHEAD])
+
+
+def _tensor_frame(tensor: Layout, new: Tensor, old: Tensor | None) -> bytes:
+    encoding, counts, body = _encode(new, old, tensor.dtype)
+    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(body.numpy()) if len(body) else b""
+    head = TensorHead(name=tensor.name, encoding=encoding, counts=counts, checksum=checksum(new), nbytes=len(packed))
+    return _frame(head, packed)
 
 
 def _encode(
