@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,8 @@ def check_teachers(config: RunConfig, algorithm: Algorithm, tasks: Mapping[str, 
             resolve(name, teacher.source) for name, teacher in sorted(config.teachers.items()) if teacher.source
         )
         _tokenizers(config, sources)
+        if Need.TEACHER_VIEWS in algorithm.needs:
+            _logits(config, sources)
     except (RouteError, TeacherSourceError) as error:
         raise ConfigError(str(error)) from error
     _sizes(config, sources)
@@ -83,6 +86,25 @@ def _tokenizers(config: RunConfig, sources: Iterable[TeacherSource]) -> None:
         if directory not in known:
             known[directory] = vocabulary(directory)
         check_tokenizer(key, directory, known[directory], ours)
+
+
+def _logits(config: RunConfig, sources: Iterable[TeacherSource]) -> None:
+    """Whole distributions are compared token by token, the rows that pad a vocabulary included."""
+    if config.model.checkpoint is None:
+        return
+    ours = _vocabulary_size(config.model.checkpoint)
+    for source in sources:
+        theirs = _vocabulary_size(source.model)
+        if theirs != ours:
+            raise TeacherSourceError(
+                f"teachers.{source.name}.source: {source.model} has logits for {theirs} tokens, the student for "
+                f"{ours}; algorithm.mode=sampled compares log-probs of the sampled tokens only"
+            )
+
+
+def _vocabulary_size(directory: Path) -> int:
+    size: int = json.loads((directory / "config.json").read_text())["vocab_size"]
+    return size
 
 
 def _sizes(config: RunConfig, sources: Iterable[TeacherSource]) -> None:

@@ -95,6 +95,19 @@ def test_wrong_teachers_are_named(capsys, tmp_path, model_dir, other_tokens, ove
     assert not (tmp_path / "run").exists()
 
 
+def test_distributions_over_other_vocabularies_are_refused_and_their_sampled_tokens_are_not(
+    capsys, tmp_path, model_dir
+):
+    padded = tmp_path / "padded"
+    shutil.copytree(model_dir, padded)
+    config = json.loads((padded / "config.json").read_text())
+    (padded / "config.json").write_text(json.dumps(config | {"vocab_size": 128}))
+    overrides = [f"+teachers.sorting.source={padded}", f"model.checkpoint={model_dir}", f"run_dir={tmp_path / 'run'}"]
+    said = refuse(capsys, *overrides, "algorithm.mode=top_k")
+    assert "has logits for 128 tokens, the student for" in said
+    check_run(check(compose_config(["+stage=opd", "task=sorting", *overrides])))
+
+
 def test_a_truncated_file_an_unfinished_run_and_a_stray_folder_are_no_teachers(model_dir, tmp_path):
     cut = tmp_path / "cut"
     shutil.copytree(model_dir, cut)
