@@ -346,7 +346,7 @@ class _Importer:
         key = content_key(view)
         if key in self.extents:
             return key
-        there = self.known.get(key)
+        there = self.known.get(key) if data.nbytes else None  # nothing is not worth a reference to another pack
         if there is not None and self._is_there(there, data):
             self.extents[key] = there
             return key

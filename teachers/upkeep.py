@@ -124,7 +124,8 @@ def gc(store: TeacherStore) -> Freed:
             if isinstance(manifest, CorruptTeacherError):
                 raise manifest
             for extent in manifest.extents.values():
-                used.setdefault(extent.pack, {})[extent.offset] = extent.padded_bytes
+                sizes = used.setdefault(extent.pack, {})  # an empty extent lies where the next begins
+                sizes[extent.offset] = max(sizes.get(extent.offset, 0), extent.padded_bytes)
         files = leftovers(store)
         file_bytes = sum(path.stat().st_size for path in files)
         for path in files:

@@ -98,3 +98,46 @@ def test_what_does_not_fit_is_refused_by_name():
     assert tier.need("b").evict == ("a",)
     with pytest.raises(KeyError, match="unknown teachers: \\['x'\\]"):
         tier.schedule("ax")
+
+
+@settings(max_examples=200, deadline=None)
+@given(sizes=st.lists(st.integers(1, 10), min_size=5, max_size=5), trace=TRACES, slots=st.integers(10, 25))
+def test_with_unequal_sizes_it_loads_no_more_bytes_than_lru_on_its_schedule(sizes, trace, slots):
+    """Belady's rule alone does not hold this: the better of both rules on the schedule is taken."""
+    loaded = []
+    for scheduled in (True, False):
+        tier = Residency(slots, dict(zip(NAMES, sizes, strict=True)))
+        if scheduled:
+            tier.schedule(trace)
+        for teacher in trace:
+            tier.need(teacher)
+        loaded.append(tier.loaded_bytes)
+    assert loaded[0] <= loaded[1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=5, max_size=5),
+    trace=TRACES,
+    ahead=st.lists(st.sampled_from(NAMES), max_size=12),
+)
+def test_fetching_ahead_never_displaces_what_is_used_sooner(sizes, trace, ahead):
+    tier = Residency(100, dict(zip(NAMES, sizes, strict=True)))
+    tier.schedule(trace)
+    for teacher in ahead:
+        upcoming = tier.upcoming
+        admission = tier.ahead(teacher)
+        assert tier.used_bytes <= 100
+        for victim in admission.evict if admission else ():
+            assert victim not in upcoming or (teacher in upcoming and upcoming.index(victim) > upcoming.index(teacher))
+
+
+def test_what_is_kept_or_cheap_decides_before_worth():
+    tier = Residency(2, dict.fromkeys(NAMES, 1))
+    tier.schedule("abcd")
+    for teacher in "ab":
+        assert tier.ahead(teacher) == Admission(load=True)
+    assert tier.ahead("c") is None
+    assert tier.ahead("c", cheap="a", keep="b") == Admission(load=True, evict=("a",))
+    with pytest.raises(TierFullError, match=r"\['b', 'c'\] are in use"):
+        tier.fetch("d", keep="bc")

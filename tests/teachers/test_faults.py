@@ -1,0 +1,164 @@
+"""A fault of one teacher's file fails the lease of that teacher, by name, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+
+import pytest
+
+from teachers.errors import CorruptTeacherError, MissingTeacherError, StalledReadError, TeacherError, TierFullError
+from teachers.reader import DirectReader
+from teachers.tiers import TierManager
+from tests.teachers.made import SHARD, assert_same, made_store
+
+HBM, PINNED = 1 << 18, 1 << 20
+
+
+@pytest.fixture
+def made(tmp_path):
+    return made_store(tmp_path, 3)
+
+
+def pack_of(store, name):
+    shard = store.open(name, SHARD)
+    (path,) = {shard.pack_path(extent) for extent in shard.manifest.extents.values()}
+    return path
+
+
+def lease(tiers, name, teachers):
+    with tiers.lease(name) as views:
+        assert_same(views, teachers[name])
+
+
+def flip(path, at=5000):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "says"),
+    [
+        (flip, CorruptTeacherError, r"damaged between bytes 0 and .* \(checksum\)"),
+        (lambda path: os.truncate(path, 8192), CorruptTeacherError, "ends at byte 8192"),
+        (lambda path: os.truncate(path, 8000), CorruptTeacherError, "ends at byte 8000"),
+        (os.unlink, MissingTeacherError, "is missing"),
+    ],
+    ids=["corrupted", "truncated", "truncated within a page", "missing"],
+)
+def test_a_damaged_teacher_is_named_and_the_others_go_on(made, damage, error, says):
+    store, teachers = made
+    tiers = TierManager(store, SHARD, "cpu", HBM, PINNED)
+    pack = pack_of(store, "t1")
+    before = pack.read_bytes()
+    damage(pack)
+    tiers.plan(["t0", "t1", "t2", "t1"])
+    lease(tiers, "t0", teachers)
+    for _ in range(2):
+        with pytest.raises(error, match=f"teacher t1: .*{pack.name}.* {says}|teacher t1: .*{pack.name} {says}"):
+            lease(tiers, "t1", teachers)
+    lease(tiers, "t2", teachers)
+    pack.write_bytes(before)
+    lease(tiers, "t1", teachers)  # a file that came back is read again
+    tiers.close()
+
+
+def test_a_copy_in_memory_needs_no_file(made):
+    store, teachers = made
+    tiers = TierManager(store, SHARD, "cpu", HBM, PINNED)
+    for name in teachers:
+        lease(tiers, name, teachers)
+    for name in teachers:
+        pack_of(store, name).unlink()
+    for name in [*teachers, *reversed(list(teachers))]:
+        lease(tiers, name, teachers)
+    assert tiers.stats().disk_loads == 3
+    tiers.close()
+
+
+class Hanging:
+    """A disk that does not answer until it is told to."""
+
+    def __init__(self):
+        self.hang = True
+        self.answer = threading.Event()
+
+    def __call__(self, descriptor, buffers, offset):
+        if self.hang:
+            self.answer.wait(60)
+        return os.preadv(descriptor, buffers, offset)
+
+
+def test_a_stalled_reader_is_an_error_and_its_memory_is_not_used_until_it_lets_go(made):
+    store, teachers = made
+    disk = Hanging()
+    tiers = TierManager(store, SHARD, "cpu", HBM, PINNED, reader=DirectReader(stall_seconds=0.3, preadv=disk))
+    with pytest.raises(StalledReadError, match=r"teacher t1: .*\.pack at byte 0: no block was read for 0.3 s"):
+        lease(tiers, "t1", teachers)
+    disk.hang = False
+    lease(tiers, "t2", teachers)  # the disk answers again, the hanging thread still holds its frames
+    with pytest.raises(StalledReadError, match="teacher t1: an earlier read of it still hangs"):
+        lease(tiers, "t1", teachers)
+    held = tiers.memory()[1]
+    disk.answer.set()
+    for _ in range(200):
+        if tiers.memory()[1] < held:
+            break
+        threading.Event().wait(0.05)
+    lease(tiers, "t1", teachers)
+    tiers.close()
+
+
+def test_an_input_output_error_names_teacher_and_file(made):
+    store, teachers = made
+
+    def broken(descriptor, buffers, offset):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    tiers = TierManager(store, SHARD, "cpu", HBM, PINNED, reader=DirectReader(preadv=broken))
+    with pytest.raises(TeacherError, match=r"teacher t0: .*\.pack at byte 0: Input/output error"):
+        lease(tiers, "t0", teachers)
+    tiers.close()
+
+
+def test_without_o_direct_files_are_read_all_the_same_and_it_is_said_once(made, caplog):
+    store, teachers = made
+
+    def refuses(descriptor, buffers, offset):
+        if os.get_inheritable(descriptor) or _is_direct(descriptor):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return os.preadv(descriptor, buffers, offset)
+
+    tiers = TierManager(store, SHARD, "cpu", HBM, PINNED, reader=DirectReader(threads=1, preadv=refuses))
+    for name in teachers:
+        lease(tiers, name, teachers)
+    tiers.close()
+    assert sum("no O_DIRECT" in record.message for record in caplog.records) == 1
+
+
+def _is_direct(descriptor):
+    import fcntl
+
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def test_what_is_too_large_for_its_tier_is_named_with_both_sizes(made):
+    store, teachers = made
+    size = store.open("t0", SHARD).device_bytes
+    tiers = TierManager(store, SHARD, "cpu", size - 1, PINNED)
+    with pytest.raises(TierFullError, match=f"teacher t0 has {size} bytes, GPU memory for teachers holds {size - 1}"):
+        lease(tiers, "t0", teachers)
+    tiers.close()
+    tiers = TierManager(store, SHARD, "cpu", 4096, PINNED)
+    with (
+        pytest.raises(TierFullError, match=r"t0 has \d+ bytes, the tier holds 4096"),
+        tiers.layers("t0") as layers,
+    ):
+        next(layers)
+    tiers.close()
+    tiers = TierManager(store, SHARD, "cpu", HBM, 8192)
+    with pytest.raises(TierFullError, match=r"t0.* has \d+ bytes, the tier holds 8192"):
+        lease(tiers, "t0", teachers)
+    tiers.close()
