@@ -31,11 +31,10 @@ class RoleConfig(Settings):
 
 
 class DisaggregationConfig(Settings):
-    prefill: RoleConfig = RoleConfig()
-    decode: RoleConfig = RoleConfig()
-    transfer_backend: Literal["mooncake", "mooncake_tcp", "nixl", "mori", "ascend", "fake"] = "mooncake"
-    """How KV goes from prefill to decode; mooncake_tcp needs no RDMA; fake sends nothing, to try the wiring on a CPU:
-    what is generated means nothing."""
+    prefill: RoleConfig = Field(default_factory=RoleConfig)
+    decode: RoleConfig = Field(default_factory=RoleConfig)
+    transfer_backend: Literal["mooncake", "mooncake_tcp", "nixl", "mori", "ascend"] = "mooncake"
+    """How KV goes from prefill to decode; mooncake_tcp needs no RDMA."""
     bootstrap_port: int = Field(8998, gt=0, lt=65_536)
     """Of the first prefill server, where decode servers ask for its addresses; the others have the next ones."""
     ib_device: str | None = None

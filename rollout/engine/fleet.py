@@ -323,9 +323,7 @@ class EngineFleet:
         prefill = self._servers[self._prefill[slot]]
         port = prefill.spec.bootstrap_port
         assert port is not None, "a prefill server has a bootstrap port"
-        apart = self.config.disaggregation
-        fake = apart is not None and apart.transfer_backend == "fake"
-        meeting = rendezvous(prefill.engine.url, port, self._rng, fake).fields()
+        meeting = rendezvous(prefill.engine.url, port, self._rng).fields()
         with self._prefill_router.request(slot):
             prefilling = asyncio.create_task(
                 self._on(prefill.spec.index, token_ids, sampling, f"{request_id}.prefill", meeting)

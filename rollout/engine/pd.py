@@ -13,8 +13,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 ROOMS = 2**63 - 1
-FAKE_HOST = "2.2.2.2"
-"""By which SGLang knows requests whose KV cache nobody sends."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +28,9 @@ class Rendezvous:
         return {"bootstrap_host": self.host, "bootstrap_port": self.port, "bootstrap_room": self.room}
 
 
-def rendezvous(prefill_url: str, bootstrap_port: int, rng: random.Random, fake: bool = False) -> Rendezvous:
+def rendezvous(prefill_url: str, bootstrap_port: int, rng: random.Random) -> Rendezvous:
     """A new one; rooms are drawn so that two gateways do not meet in one."""
-    host = FAKE_HOST if fake else urlsplit(prefill_url).hostname
+    host = urlsplit(prefill_url).hostname
     if host is None:
         raise ValueError(f"{prefill_url!r} names no host")
     return Rendezvous(host, bootstrap_port, rng.randrange(ROOMS))

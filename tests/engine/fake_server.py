@@ -15,6 +15,7 @@ SLOW_FROM = 100
 
 async def generate(request: web.Request) -> web.StreamResponse:
     body = await request.json()
+    request.app["state"]["requests"].append(body)
     wanted = body["sampling_params"]["max_new_tokens"]
     last, app = body["input_ids"][-1], request.app
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -44,6 +45,10 @@ async def model_info(request: web.Request) -> web.Response:
     return web.json_response({"weight_version": request.app["state"]["version"]})
 
 
+async def requests(request: web.Request) -> web.Response:
+    return web.json_response(request.app["state"]["requests"])
+
+
 async def update(request: web.Request) -> web.Response:
     request.app["state"]["version"] = (await request.json())["weight_version"]
     return web.json_response({"success": True})
@@ -54,13 +59,14 @@ def main() -> None:
     if behaviour == "dies":
         sys.exit("no room for the model")
     app = web.Application()
-    app["port"], app["state"] = port, {"version": version}
+    app["port"], app["state"] = port, {"version": version, "requests": []}
     if behaviour != "never generates":
         app.add_routes(
             [
                 web.post("/generate", generate),
                 web.get("/health_generate", healthy),
                 web.get("/model_info", model_info),
+                web.get("/requests", requests),
                 web.post("/update_weights_from_disk", update),
             ]
         )
