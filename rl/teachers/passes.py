@@ -57,38 +57,38 @@ def score(
     """Forward passes of a model over a batch, for the tokens that it marks as scored. A collective of all ranks."""
     device, tokens, model = platform.device(), len(batch.token_ids), stages[-1].module
     whole = torch.zeros(tokens, 2, device=device)
-    kept: list[Tensor] = []
+    top = states = None
     if view is not None and view.top_k is not None:
-        kept = [torch.zeros(tokens, view.top_k, device=device)]
-        kept.append(torch.zeros_like(kept[0], dtype=torch.int32))
+        top_logprobs = torch.zeros(tokens, view.top_k, device=device)
+        top = top_logprobs, torch.zeros_like(top_logprobs, dtype=torch.int32)
     elif view is not None:
-        kept = [torch.zeros(tokens, model.config.hidden_size, dtype=model.config.params_dtype, device=device)]
+        states = torch.zeros(tokens, model.config.hidden_size, dtype=model.config.params_dtype, device=device)
 
     def finish(taken: SampleTokens, layout: Layout, hidden: Tensor) -> Tensor:
         logprobs, entropy = token_logprobs(model, hidden, layout, config.logits_chunk_tokens)
         if not layout.tokens:
             return logprobs.sum()
         put_tokens(whole, taken, torch.stack([logprobs, entropy], dim=-1))
-        if len(kept) == 2 and view is not None and view.top_k is not None:
-            for target, part in zip(
-                kept, token_topk(model, hidden, layout, view.top_k, config.logits_chunk_tokens), strict=True
-            ):
-                put_tokens(target, taken, part)
-        elif kept:
-            put_tokens(kept[0], taken, to_tokens(scored_hidden(model, hidden, layout), layout))
+        if top is not None:
+            best = token_topk(model, hidden, layout, top[0].size(1), config.logits_chunk_tokens)
+            for kept, part in zip(top, best, strict=True):
+                put_tokens(kept, taken, part)
+        if states is not None:
+            put_tokens(states, taken, to_tokens(scored_hidden(model, hidden, layout), layout))
         return logprobs.sum()
 
     run_schedule(stages, batch, micro_batches, config, finish, backward=False)
     logprobs, entropy = collected(whole).unbind(-1)
-    inverse = (1.0 / batch.temperature)[batch.rollout.sample_of_token()]
-    kept = [collected(tensor) for tensor in kept]
-    if len(kept) == 2:
-        return Scores(logprobs, entropy, inverse, top=(kept[0], kept[1]))
-    if kept:
+    keeps_head = states is not None and model.post_process
+    return Scores(
+        logprobs,
+        entropy,
+        inverse_temperature=(1.0 / batch.temperature)[batch.rollout.sample_of_token()],
+        top=None if top is None else (collected(top[0]), collected(top[1])),
+        hidden=None if states is None else collected(states),
         # A copy: the weights leave the tier's buffer before the student is compared to them.
-        head = model.output_weight().detach().to("cpu", copy=True) if model.post_process else None
-        return Scores(logprobs, entropy, inverse, hidden=kept[0], head=head)
-    return Scores(logprobs, entropy, inverse)
+        head=model.output_weight().detach().to("cpu", copy=True) if keeps_head else None,
+    )
 
 
 @dataclass(frozen=True)
