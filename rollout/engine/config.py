@@ -71,7 +71,7 @@ class EngineConfig(Settings):
     """For one generation, the wait in the server's queue included."""
     control_timeout_s: float = Field(60.0, gt=0)
     """For pausing, aborting, metrics and each step of a weight update."""
-    recovery: RecoveryConfig = Field(default_factory=RecoveryConfig)
+    recovery: RecoveryConfig = RecoveryConfig()
     placement: Literal["local", "ray"] = "local"
     """Where servers run: children of the driver, or wherever Ray has room (needed for several machines)."""
     extra_args: dict[str, Argument] = Field(default_factory=dict)

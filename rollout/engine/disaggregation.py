@@ -19,20 +19,20 @@ Role = Literal["both", "prefill", "decode"]
 class RoleConfig(Settings):
     """One kind of server; what is None is as in the engine's own settings."""
 
-    servers: int = Field(1, gt=0)
-    tensor_parallel: int | None = Field(None, gt=0)
-    data_parallel_attention: int | None = Field(None, gt=0)
-    expert_parallel: int | None = Field(None, gt=0)
-    memory_fraction: float | None = Field(None, gt=0, lt=1)
-    max_running_requests: int | None = Field(None, gt=0)
-    max_total_tokens: int | None = Field(None, gt=0)
+    servers: int = Field(default=1, gt=0)
+    tensor_parallel: int | None = Field(default=None, gt=0)
+    data_parallel_attention: int | None = Field(default=None, gt=0)
+    expert_parallel: int | None = Field(default=None, gt=0)
+    memory_fraction: float | None = Field(default=None, gt=0, lt=1)
+    max_running_requests: int | None = Field(default=None, gt=0)
+    max_total_tokens: int | None = Field(default=None, gt=0)
     extra_args: dict[str, Argument] = Field(default_factory=dict)
     """Added to the engine's own, and before them where both name one."""
 
 
 class DisaggregationConfig(Settings):
-    prefill: RoleConfig = Field(default_factory=RoleConfig)
-    decode: RoleConfig = Field(default_factory=RoleConfig)
+    prefill: RoleConfig = RoleConfig()
+    decode: RoleConfig = RoleConfig()
     transfer_backend: Literal["mooncake", "mooncake_tcp", "nixl", "mori", "ascend"] = "mooncake"
     """How KV goes from prefill to decode; mooncake_tcp needs no RDMA."""
     bootstrap_port: int = Field(8998, gt=0, lt=65_536)

@@ -40,16 +40,16 @@ UNKNOWN = -1
 class RecoveryConfig(Settings):
     """When a server counts as dead, and how often it is started again."""
 
-    heartbeat_interval_s: float = Field(5.0, gt=0)
-    heartbeat_timeout_s: float = Field(30.0, gt=0)
+    heartbeat_interval_s: float = Field(default=5.0, gt=0)
+    heartbeat_timeout_s: float = Field(default=30.0, gt=0)
     """A heartbeat generates a token, which a long prefill may hold up; SGLang itself gives up after 20 s."""
-    missed_heartbeats: int = Field(2, gt=0)
+    missed_heartbeats: int = Field(default=2, gt=0)
     """In a row, until a server is killed."""
-    max_restarts: int = Field(5, ge=0)
+    max_restarts: int = Field(default=5, ge=0)
     """In a row, until a server is lost for good."""
-    backoff_s: float = Field(1.0, ge=0)
-    backoff_max_s: float = Field(60.0, ge=0)
-    stable_s: float = Field(300.0, ge=0)
+    backoff_s: float = Field(default=1.0, ge=0)
+    backoff_max_s: float = Field(default=60.0, ge=0)
+    stable_s: float = Field(default=300.0, ge=0)
     """After so long in service a server's earlier restarts are forgotten."""
 
 
