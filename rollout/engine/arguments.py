@@ -84,7 +84,8 @@ def main(line: list[str]) -> None:
     parser = _Parser(add_help=False, allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
     known = sorted(option for action in parser._actions for option in action.option_strings)
-    error, unknown = "", []
+    error = ""
+    unknown: list[str] = []
     try:
         _, unknown = parser.parse_known_args(["--model-path", "none", *line])
     except argparse.ArgumentError as refused:
