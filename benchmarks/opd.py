@@ -88,7 +88,7 @@ class Proof:
             f"distillation.store={self.out / 'store'}",
             f"evaluation.prompts={EVALUATED}",
             "rollout.save_trajectories=false",
-            "checkpoint.every=50",
+            "checkpoint.every=25",
             *(f"+teachers.{teacher}.source={self.out / teacher}" for teacher in teachers),
             *(f"+teachers.{teacher}.prompts=[{','.join(own)}]" for teacher, own in teachers.items()),
         )
