@@ -11,8 +11,6 @@ import tempfile
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-KEPT = 2
-"""Versions: the one that the engines have, and the one that they are to have."""
 
 
 class Archive:
@@ -24,20 +22,18 @@ class Archive:
         parent = SHARED_MEMORY if parent is None else parent
         parent.mkdir(parents=True, exist_ok=True)
         self.root = Path(tempfile.mkdtemp(prefix="atelier-weights-", dir=parent))
-        self._versions: list[int] = []
+        self._versions: set[int] = set()
 
-    def target(self, version: int) -> Path:
-        """Where a version is to be written; what an earlier attempt left there is removed."""
-        directory = self.root / f"v{version}"
-        shutil.rmtree(directory, ignore_errors=True)
-        return directory
+    def directory(self, version: int) -> Path:
+        return self.root / f"v{version}"
 
-    def written(self, version: int) -> None:
-        """A version lies at its target; what is older than the newest ones is removed."""
-        self._versions = [kept for kept in self._versions if kept != version] + [version]
-        for old in self._versions[:-KEPT]:
-            shutil.rmtree(self.root / f"v{old}")
-        self._versions = self._versions[-KEPT:]
+    def target(self, version: int, held: int | None) -> Path:
+        """Where a version is to be written. Only the one that the engines hold is kept beside it; so also what an
+        earlier attempt left there is removed."""
+        for old in self._versions - {held} | {version}:
+            shutil.rmtree(self.directory(old), ignore_errors=True)
+        self._versions = {version} if held is None else {version, held}
+        return self.directory(version)
 
     def close(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)

@@ -20,6 +20,7 @@ What becomes of the requests in flight (``in_flight``):
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from rl.weights.target import WeightTarget, on_all
 from rl.weights.transports import Transport
 from rollout.engine.protocol import EngineError
 from rollout.engine.sglang_weights import Abilities, PauseMode
+
+log = logging.getLogger(__name__)
 
 InFlight = Literal["exact", "in_place"]
 
@@ -140,6 +143,7 @@ async def _load(engines: Sequence[WeightTarget], transport: Transport, version: 
             await transport.load(engines, version, flush)
             await on_all(engines, lambda engine: _verify(engine, version))
         except EngineError as error:
+            log.warning("loading version %d failed, attempt %d of %d: %s", version, attempt, attempts, error)
             failures.append(error)
         else:
             return attempt

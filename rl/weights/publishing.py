@@ -56,7 +56,6 @@ class WeightPublisher:
     """Version, the way to the engines, and the way back to it later."""
     _plan: list[BucketShape] = field(default_factory=list)
     _broadcasts: Broadcasts = field(init=False)
-    _held: Held | None = None
 
     def __post_init__(self) -> None:
         self._archive = Archive(self.config.directory)
@@ -69,20 +68,21 @@ class WeightPublisher:
             tensors = TensorTransport(await self.source.weight_buckets(self.config.bucket_bytes), self.tensor_parallel)
             self._exported = (version, tensors, tensors)
             return
-        target = self._archive.target(version)
+        base = (
+            None if self.current is None else Held(self.current.version, self._archive.directory(self.current.version))
+        )
+        target = self._archive.target(version, None if base is None else base.version)
         await self.source.save_hf(target)
-        self._archive.written(version)
-        held, disk = Held(version, target), DiskTransport(target)
+        new, disk = Held(version, target), DiskTransport(target)
         if self.choice.way == "disk":
             self._exported = (version, disk, disk)
         elif self.choice.way == "delta":
             work = self._archive.root / "patches"
-            delta = DeltaTransport(held, self._held, self.receivers, work, self.config.timeout_s)
+            delta = DeltaTransport(new, base, self.receivers, work, self.config.timeout_s)
             self._exported = (version, delta, delta)
         else:
             self._plan = self._plan or await self.source.plan_weights(self.config.bucket_bytes)
             self._exported = (version, self._direct(), disk)
-        self._held = held
 
     def _direct(self) -> Transport:
         if self.choice.way == "ipc":

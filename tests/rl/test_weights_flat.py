@@ -61,14 +61,16 @@ def test_a_sender_goes_through_all_weights_again_after_a_failure():
         sender.fill()
 
 
-def test_the_archive_keeps_two_versions(tmp_path):
+def test_the_archive_keeps_what_the_engines_hold(tmp_path):
     archive = Archive(tmp_path)
+    held = None
     for version in range(3):
-        archive.target(version).mkdir()
-        archive.written(version)
+        archive.target(version, held).mkdir()
+        held = version
     assert sorted(path.name for path in archive.root.iterdir()) == ["v1", "v2"]
-    (archive.target(2)).mkdir()  # written again after a failed publication
-    archive.written(2)
-    assert sorted(path.name for path in archive.root.iterdir()) == ["v1", "v2"]
+    archive.target(3, 1).mkdir()  # 2 was not published
+    assert sorted(path.name for path in archive.root.iterdir()) == ["v1", "v3"]
+    archive.target(3, 1).mkdir()  # written again after a failed publication
+    assert sorted(path.name for path in archive.root.iterdir()) == ["v1", "v3"]
     archive.close()
     assert list(tmp_path.iterdir()) == []
