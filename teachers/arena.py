@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class Arena:
         self.view = memoryview(self.memory.numpy())
         self.registered = register
         if register:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.nbytes, 0)))
+            _check(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.nbytes, 0), self.nbytes)
         self._free = list(range(self.frames))
 
     @property
@@ -94,7 +95,12 @@ class Arena:
         """Unregister; the mapping goes with its last view."""
         if self.registered:
             self.registered = False
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())))
+            _check(torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr()), self.nbytes)
+
+
+def _check(error: Any, nbytes: int) -> None:
+    if int(error):
+        raise RuntimeError(f"CUDA can't pin (or release) {nbytes} bytes of host memory for teachers: {error}")
 
 
 def _map_pages(nbytes: int) -> tuple[mmap.mmap, str]:

@@ -64,7 +64,7 @@ class Lane:
     def synchronize(self) -> None:
         """Wait for what was queued, by an event: other work of the device goes on."""
         if self.stream is not None:
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)  # the cores are others'
             event.record(self.stream)
             event.synchronize()
 

@@ -1,0 +1,1 @@
+"""Speed of the teachers' tiers; run ``python -m benchmarks.teachers``."""

@@ -1,0 +1,150 @@
+"""``python -m benchmarks.teachers [--device cpu|cuda] [--json FILE]``: reads, copies, batches of twelve teachers.
+
+Sides are run in turn, medians are over ``--rounds``; ``--seconds`` ends the rounds early (the table says how many there
+were). The JSON is written again after each part. ``--draw FILE`` makes the timeline's picture of a JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.teachers import made, picture, raw
+from benchmarks.teachers.swaps import PinnedCopies, Safetensors, Scoring, Tiers
+
+COUNT = 12
+RATIOS = (1.0, 2.0, 0.5)
+
+
+def main() -> int:
+    options = _options()
+    if options.draw:
+        picture.draw(json.loads(options.draw.read_text()), options.ratio, options.out)
+        return 0
+    bench = Bench(options)
+    try:
+        bench.run()
+    finally:
+        shutil.rmtree(options.root, ignore_errors=True)
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--json", type=Path, help="also write the numbers there")
+    parser.add_argument("--root", type=Path, default=Path("runs/bench_teachers"), help="folder on the disk to measure")
+    parser.add_argument("--width", type=int, help="hidden size: 2048 has 1.0 B parameters (default on a GPU), 512 63 M")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=600.0, help="start no round that would end after so long")
+    parser.add_argument("--draw", type=Path, help="only draw the timeline of this JSON")
+    parser.add_argument("--ratio", default="1.0", help="which one --draw draws")
+    parser.add_argument("--out", type=Path, default=Path("teachers_timeline.png"))
+    return parser.parse_args()
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.started = time.perf_counter()
+        self.device = torch.device(options.device)
+        self.architecture = made.Architecture(options.width or (2048 if options.device == "cuda" else 512))
+        self.teachers = made.names(COUNT)
+        name = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU (a host buffer as the device)"
+        self.results: dict[str, Any] = {"device": name, "torch": torch.__version__, "teachers": COUNT}
+
+    def note(self, line: str) -> None:
+        print(f"[{time.perf_counter() - self.started:6.1f} s] {line}", flush=True)
+        if self.options.json:
+            self.options.json.write_text(json.dumps(self.results, indent=1) + "\n")
+
+    def run(self) -> None:
+        store, seconds = made.write_store(self.options.root / "store", COUNT, self.architecture, self.device)
+        size = store.open(self.teachers[0], made.SHARD).stored_bytes
+        self.results |= {"teacher_bytes": size, "import_gb_s": COUNT * size / 1e9 / seconds}
+        self.note(f"{COUNT} teachers of {size / 1e9:.3f} GB imported at {self.results['import_gb_s']:.2f} GB/s")
+        few = self.teachers[: max(1, round(1e9 / size))]
+        disk = self.results["disk"] = raw.disk(store, few, self.options.rounds, self.device.type == "cuda")
+        self.note(
+            f"disk → pinned: {disk['ours_gb_s']:.2f} GB/s = {disk['share_of_best']:.1%} of the best tool"
+            f" ({disk['best_tool']}, {disk['best_tool_gb_s']:.2f}); {disk['cpu_s_per_gb']:.3f} CPU-s/GB"
+        )
+        copy = self.results["copy"] = raw.device(store, self.teachers[0], self.device, self.options.rounds)
+        self.note(
+            f"pinned → device: {copy['ours_gb_s']:.1f} GB/s = {copy['share_of_one_copy']:.1%} of one copy of all of it"
+        )
+        self._swaps(store)
+
+    def _swaps(self, store: Any) -> None:
+        pinned = PinnedCopies(store, self.teachers, self.device)
+        files = Safetensors(self.options.root / "hf", self.architecture, self.device)
+        ours = Tiers(store, self.teachers, self.architecture, self.device)
+        scoring = Scoring(self.device)
+        self.note("sides are ready")
+        first = ours.batch(lambda: None, check=True)
+        loading = pinned.batch()
+        self.note(
+            f"every bit of {COUNT} teachers compared; (a) waits {loading:.2f} s, ours unscored {first['wall']:.2f} s"
+        )
+        work = {ratio: scoring.make(ratio * loading / COUNT) for ratio in RATIOS}
+        a: list[float] = [loading]
+        b: list[float] = []
+        rows: dict[float, list[dict[str, Any]]] = {ratio: [] for ratio in RATIOS}
+        for _ in range(self.options.rounds):
+            began = time.perf_counter()
+            for ratio in RATIOS:
+                rows[ratio].append(ours.batch(work[ratio][0]))
+            a.append(pinned.batch())
+            b.append(files.load())
+            self._summarize(a, b, rows, work, ours)
+            now = time.perf_counter()
+            if now - self.started + (now - began) > self.options.seconds:
+                break
+        if ours.most[0] > ours.hbm_bytes or ours.most[1] > ours.pinned_bytes:
+            raise RuntimeError(f"a budget was exceeded: {ours.most}")
+        ours.close()
+        pinned.close()
+
+    def _summarize(
+        self, a: list[float], b: list[float], rows: dict[float, Any], work: dict[float, Any], ours: Tiers
+    ) -> None:
+        loading, slow = statistics.median(a), COUNT * statistics.median(b)
+        self.results |= {"a_seconds": a, "a_wait": loading, "b_wait": slow, "most_bytes": ours.most, "ratios": {}}
+        self.results["budgets"] = [ours.hbm_bytes, ours.pinned_bytes]
+        for ratio, batches in rows.items():
+            scored = COUNT * work[ratio][1]
+            waits = [batch["wall"] - scored for batch in batches]
+            middle = batches[sorted(range(len(waits)), key=lambda i: waits[i])[len(waits) // 2]]
+            wait = statistics.median(waits)
+            self.results["ratios"][str(ratio)] = row = {
+                "rounds": len(batches),
+                "scoring": scored,
+                "wait": wait,
+                "waits": waits,
+                "leases_waited": statistics.median(batch["waited"] for batch in batches),
+                "share_of_scoring": wait / scored,
+                "over_bound": (scored + wait) / max(scored, statistics.median(x["read_seconds"] for x in batches)),
+                "a_over_ours": loading / max(wait, 1e-9),
+                "b_over_ours": slow / max(wait, 1e-9),
+                "bound": loading / (loading - scored) if scored < loading else None,
+                "disk_loads": statistics.median(batch["disk_loads"] for batch in batches),
+                "timeline": middle["spans"],
+            }
+            bound = f", bound L/(L−S) {row['bound']:.2f}" if row["bound"] else ""
+            self.note(
+                f"scoring/loading {ratio}: S {scored:.2f} s, wait {wait:.3f} s ({row['share_of_scoring']:.1%} of S),"
+                f" total/max(S, reads) {row['over_bound']:.2f}, (a) waits {row['a_over_ours']:.1f}×, (b)"
+                f" {row['b_over_ours']:.1f}× as long{bound}; {row['disk_loads']:.0f} disk loads, {len(batches)} rounds"
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
