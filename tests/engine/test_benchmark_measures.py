@@ -132,7 +132,7 @@ def test_unknown_sides_are_refused(capsys):
 
 def test_benchmark_runs_against_a_cpu_server(tmp_path):
     lines = tmp_path / "lines.jsonl"
-    arguments = ["--concurrency", "1,2", "--window", "1", "--agentic-window", "2", "--work", str(tmp_path)]
+    arguments = ["--concurrency", "1,2", "--window", "2", "--agentic-window", "8", "--work", str(tmp_path)]
     assert benchmark.main(["--device", "cpu", "--json", str(lines), *arguments]) == 0
     found = [json.loads(line) for line in lines.read_text().splitlines()]
     points = {(line["section"], line.get("concurrency")): line for line in found}
