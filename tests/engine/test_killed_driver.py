@@ -26,7 +26,7 @@ DRIVER = textwrap.dedent("""
             return (await fleet.generate([5, 6, 7], Sampling(1.0, 16, seed), name, session=name)).token_ids.tolist()
         seeds = [1, 2, 1, 1, 3]
         together = await asyncio.gather(*(sample(seed, f"{i}") for i, seed in enumerate(seeds)))
-        pid = fleet.processes[0].pid
+        pid = fleet.processes["engine-0"].pid
         pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
         print(json.dumps({"pids": pids, "samples": [await sample(1, "alone"), *together]}), flush=True)
         await asyncio.sleep(600)

@@ -32,7 +32,9 @@ class Weights:
         self.directory = str(directory)
 
     async def load(self, engine):
+        await engine.pause()  # SGLang flushes its cache only where nothing runs
         await engine.update_weights_from_disk(self.directory, 1, True)
+        await engine.resume()
 
 
 async def play(gateway, name):
@@ -66,7 +68,12 @@ async def lose_during_episodes(fleet, gateway, how):
 def test_kill_9_and_a_hang_during_episodes(models, tmp_path):
     async def run(registry):
         config = EngineConfig(
-            context_length=CONTEXT_LENGTH, servers=2, max_total_tokens=8192, recovery=RECOVERY, start_timeout_s=300
+            context_length=CONTEXT_LENGTH,
+            servers=2,
+            max_total_tokens=8192,
+            metrics=True,
+            recovery=RECOVERY,
+            start_timeout_s=300,
         )
         fleet = EngineFleet(config, registry, tmp_path, print)
         await fleet.start(models[0].directory)
@@ -92,14 +99,17 @@ def test_kill_9_and_a_hang_during_episodes(models, tmp_path):
                 await until(back, 280)
                 assert [await engine.weight_version() for engine in fleet.engines] == [1, 1]
             records += [await play(gateway, f"after {i}") for i in range(2)]
-            return records
+            return records, await fleet.metrics(), gateway.telemetry.latencies()
         finally:
             await gateway.stop()
             await fleet.stop()
 
     with ProcessRegistry() as registry:
-        records = asyncio.run(run(registry))
+        records, metrics, latencies = asyncio.run(run(registry))
     assert len(records) == 2 * EPISODES + 2
+    assert set(metrics) == {"engine-0", "engine-1"}
+    assert all(each.raw["time_to_first_token_seconds_count"] > 0 for each in metrics.values())
+    assert 0 < latencies["inter_token_mean"] <= latencies["inter_token_p90"] * 10
     for record in records:
         (trajectory,) = record.trajectories(0.0, StopReason.STOP, {})
         acted = trajectory.action_mask
