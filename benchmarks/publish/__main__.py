@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import shutil
 import statistics
@@ -38,7 +39,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.fleet import EngineFleet
 from rollout.engine.protocol import Sampling
 from rollout.engine.sglang import SGLangEngine
-from rollout.processes import ProcessRegistry, free_port
+from rollout.processes import ManagedProcess, ProcessRegistry, free_port
 
 BAR_IPC_OF_COPY, BAR_FULL_S, BAR_PAUSE_S = 0.5, 0.5, 1.0
 CONTEXT = 4096
@@ -46,6 +47,8 @@ REPEATS = 3
 SHARES = (0.01, 0.1, 1.0)
 PROMPT = list(range(10, 74))
 NEW_TOKENS = 2000
+ADMISSION_S = 15.0
+"""For the requests to be running; how many were is part of the row."""
 HTTP_BUCKET_BYTES = 256 << 20
 ONE_BUCKET_BYTES = 16 << 30
 
@@ -105,14 +108,15 @@ class Bench:
         return list(self.named[(self.version + 1) % 2].items())
 
     async def speed(self, make: Callable[[], Awaitable[Transport]], repeats: int = REPEATS) -> dict[str, Any]:
-        """The first publication warms up and is reported apart."""
+        """The first publication warms up and is reported apart, where there are more."""
         done = [await self.publish(await make()) for _ in range(repeats + 1)]
-        seconds = statistics.median(each.load_seconds for each in done[1:])
+        later = done[1:] or done
+        seconds = statistics.median(each.load_seconds for each in later)
         return {
             "seconds": round(seconds, 4),
             "gb_per_s": round(self.nbytes / seconds / 1e9, 3),
             "first_seconds": round(done[0].load_seconds, 4),
-            "pause_seconds": round(statistics.median(each.seconds for each in done[1:]), 4),
+            "pause_seconds": round(statistics.median(each.seconds for each in later), 4),
         }
 
     async def while_running(self, make: Callable[[], Awaitable[Transport]]) -> dict[str, Any]:
@@ -123,11 +127,10 @@ class Bench:
             asyncio.create_task(self.engine.generate([*PROMPT, 100 + i], sampling, f"run-{self.version}-{i}"))
             for i in range(self.requests)
         ]
-        running = 0
-        async with asyncio.timeout(60):
-            while running < self.requests * 0.9 and not all(task.done() for task in tasks):
-                running = (await self.engine.metrics()).running
-                await asyncio.sleep(0.05)
+        running, begin = 0, time.monotonic()
+        while running < self.requests * 0.9 and time.monotonic() < begin + ADMISSION_S:
+            running = (await self.engine.metrics()).running
+            await asyncio.sleep(0.05)
         done = await self.publish(transport)
         mode = "retract" if (await self.engine.abilities()).sessions else "abort"
         await self.engine.abort([f"run-{self.version - 1}-{i}" for i in range(self.requests)])
@@ -178,29 +181,41 @@ def _synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
-async def delta(bench: Bench, share: float) -> dict[str, Any]:
-    """A patch to a receiver beside the engine, which has the base; sending goes over the loopback."""
-    base = bench.folder / f"base-{share}"
-    new = bench.folder / f"new-{share}"
-    # The server has other weights; the receiver's copy is what the patch is against.
-    write(base, bench.size, bench.named[0], CONTEXT)
-    write(new, bench.size, changed(bench.named[0], share, seed=7), CONTEXT)
-    port, copies = free_port(), bench.folder / f"copies-{share}"
-    command = [sys.executable, "-m", "rl.weights.receiver", "--model", str(base), "--version", "900"]
-    command += ["--copies", str(copies), "--port", str(port)]
-    process = bench.registry.start(f"receiver-{share}", command, bench.folder / "receiver.log", grace_s=2.0)
-    try:
-        await _answers(f"http://127.0.0.1:{port}/versions")
-        receivers = {bench.engine.url: f"http://127.0.0.1:{port}"}
-        transport = DeltaTransport(
-            Held(bench.version + 1, new), Held(900, base), receivers, bench.folder / "patches", timeout_s=300
-        )
+class Patches:
+    """A receiver beside the engine, and one version after another sent to it; over the loopback: the work at both ends
+    is measured, not a network."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.last: tuple[Held, Weights] | None = None
+        self.process: ManagedProcess | None = None
+        self.url = ""
+
+    async def start(self) -> tuple[Held, Weights]:
+        bench, port = self.bench, free_port()
+        self.last = (Held(900, bench.memory[0]), bench.named[0])
+        command = [sys.executable, "-m", "rl.weights.receiver", "--model", str(bench.memory[0]), "--version", "900"]
+        command += ["--copies", str(bench.folder / "copies"), "--port", str(port)]
+        self.process = bench.registry.start("receiver", command, bench.folder / "receiver.log", grace_s=2.0)
+        self.url = f"http://127.0.0.1:{port}"
+        await _answers(f"{self.url}/versions")
+        return self.last
+
+    async def send(self, share: float) -> dict[str, Any]:
+        bench = self.bench
+        base, weights = self.last or await self.start()
+        version = bench.version + 1
+        weights = changed(weights, share, seed=version)
+        new = Held(version, write(bench.folder / f"patched-{version}", bench.size, weights, CONTEXT))
+        transport = DeltaTransport(new, base, {bench.engine.url: self.url}, bench.folder / "patches", timeout_s=300)
         begin = time.perf_counter()
-        await transport.prepare([bench.engine], bench.version + 1)
+        await transport.prepare([bench.engine], version)
         prepared = time.perf_counter() - begin
-        sent = transport.sent[bench.engine.url]
-        compression = transport.compression
+        sent, compression = transport.sent[bench.engine.url], transport.compression
         done = await bench.publish(transport)
+        if base.version != 900:
+            shutil.rmtree(base.directory)
+        self.last = (new, weights)
         return {
             "sent": sent.how,
             "sent_bytes": sent.nbytes,
@@ -210,10 +225,6 @@ async def delta(bench: Bench, share: float) -> dict[str, Any]:
             "load_seconds": round(done.load_seconds, 4),
             "pause_seconds": round(done.seconds, 4),
         }
-    finally:
-        await asyncio.to_thread(bench.registry.stop, process)
-        for directory in (base, new, copies):
-            shutil.rmtree(directory, ignore_errors=True)
 
 
 async def _answers(url: str, seconds: float = 60.0) -> None:
@@ -275,12 +286,13 @@ async def measure(bench: Bench, report: Report) -> None:
         return make
 
     await report.run("shared_memory", lambda: bench.speed(stored(bench.memory)))
-    await report.run("tensors", lambda: bench.speed(bench.tensors, repeats=1))
+    await report.run("tensors", lambda: bench.speed(bench.tensors, repeats=0))
     await report.run("collective", lambda: collective(bench))
     await report.run("disk", lambda: bench.speed(stored(bench.disk), repeats=1))
-    for share in SHARES:
-        await report.run(f"delta_{share:g}", lambda share=share: delta(bench, share))
     await report.run("shared_memory_while_running", lambda: bench.while_running(stored(bench.memory)))
+    patches = Patches(bench)
+    for share in SHARES:
+        await report.run(f"delta_{share:g}", functools.partial(patches.send, share))
     report.put("bars", bars(report.rows))
 
 
@@ -308,7 +320,7 @@ def engine_config(device: str, requests: int, start_s: float) -> EngineConfig:
         "control_timeout_s": 120.0,
     }
     if device == "cpu":
-        return EngineConfig.model_validate(common | {"max_total_tokens": 32_768})
+        return EngineConfig.model_validate(common | {"max_total_tokens": requests * CONTEXT})
     extra = {
         "attention-backend": "triton",
         "sampling-backend": "pytorch",
