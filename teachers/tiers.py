@@ -52,6 +52,9 @@ class TierManager:
         reader: DirectReader | None = None,
     ) -> None:
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            # The movers' threads have a current device of their own.
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.shards: Mapping[str, StoredShard] = _open_all(
             store, shard, store.names() if teachers is None else teachers
         )

@@ -7,6 +7,7 @@ in part (where the file system can): the extents that stay keep their places.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -75,12 +76,15 @@ def _verify_extents(
             at += extent.padded_bytes
         try:
             for batch in _batches(blocks(placed), arena.nbytes):
-                start = batch[0].image_offset
-                reader.read(teacher, batch, lambda a, b, start=start: [arena.view[a - start : b - start]])
+                reader.read(teacher, batch, functools.partial(_part, arena.view, batch[0].image_offset))
                 read(sum(block.nbytes for block in batch))
         except TeacherError as error:
             problems.append(Problem(teacher, path, str(error)))
     return problems
+
+
+def _part(view: memoryview, start: int, begin: int, end: int) -> list[memoryview]:
+    return [view[begin - start : end - start]]
 
 
 def _batches(wanted: Iterable[Block], limit: int) -> Iterable[list[Block]]:
