@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,7 +29,7 @@ from rl.teachers.modules import TeacherModel, architecture, shard_name
 from rl.teachers.passes import NOWHERE, Scores, TeacherViews, View, score
 from rl.teachers.teaching import TeacherSetup, Teaching
 from rl.trainer import platform
-from rl.trainer.collective import on_rank_zero
+from rl.trainer.collective import on_every_rank, on_rank_zero
 from rl.trainer.config import TrainerConfig
 from rl.trainer.model import read_hf_config
 from rollout.trajectory import Trajectory
@@ -85,19 +86,15 @@ class TeacherScorer:
         self._streaming: frozenset[str] = frozenset()
         """Teachers that are larger than the tier."""
         if pairs:
-            self._tiers = TierManager(
-                store,
-                shard_name(config),
-                platform.device(),
-                setup.hbm_bytes,
-                setup.pinned_bytes,
-                [source.name for source in setup.sources],
-            )
-            self._streaming = frozenset(
-                name for name, shard in self._tiers.shards.items() if shard.device_bytes > setup.hbm_bytes
-            )
-            for name in sorted(self._streaming):
-                _check_streams(self._tiers.shards[name], setup.hbm_bytes)
+            on_every_rank(lambda: self._open(store, setup, shard_name(config)))
+
+    def _open(self, store: TeacherStore, setup: TeacherSetup, shard: str) -> None:
+        names = [source.name for source in setup.sources]
+        self._tiers = TierManager(store, shard, platform.device(), setup.hbm_bytes, setup.pinned_bytes, names)
+        shards = self._tiers.shards
+        self._streaming = frozenset(name for name in names if shards[name].device_bytes > setup.hbm_bytes)
+        for name in sorted(self._streaming):
+            _check_streams(shards[name], setup.hbm_bytes)
 
     def close(self) -> None:
         if self._tiers is not None:
@@ -138,6 +135,7 @@ class TeacherScorer:
         parts = {
             teacher: _Part(_elsewhere(values, trajectories, groups[teacher]))
             for teacher, values in teaching.scored.items()
+            if teacher in groups
         }
         held = {teacher: len(members) for teacher, members in groups.items() if teacher in self._models}
         # One order for all ranks, since their collectives meet; rank 0's tiers decide.
@@ -159,14 +157,14 @@ class TeacherScorer:
         assert self._tiers is not None
         model, started = self._models[teacher], time.perf_counter()
         tokens = model.config.max_tokens_per_micro_batch
-        if teacher in self._streaming:
-            with model.streamed(partial(self._tiers.layers, teacher)):
-                leased = time.perf_counter()
-                scores = score(model.stages, own, plan(own, tokens * STREAMED_PASSES), model.config, view)
-        else:
-            with self._tiers.lease(teacher) as weights, model.bound(weights):
-                leased = time.perf_counter()
-                scores = score(model.stages, own, plan(own, tokens), model.config, view)
+        with ExitStack() as stack:
+            if teacher in self._streaming:
+                tokens *= STREAMED_PASSES
+                stack.enter_context(model.streamed(partial(self._tiers.layers, teacher)))
+            else:
+                stack.enter_context(model.bound(self._leased(teacher, stack)))
+            leased = time.perf_counter()
+            scores = score(model.stages, own, plan(own, tokens), model.config, view)
         done = time.perf_counter()
         mask = _usable(own)
         metrics: dict[str, Metric] = {
@@ -175,6 +173,17 @@ class TeacherScorer:
             "entropy": Mean(float(scores.entropy[mask].sum()), float(mask.sum())),
         }
         return _Part(scores.logprobs, scores, metrics)
+
+    def _leased(self, teacher: str, stack: ExitStack) -> Mapping[str, Tensor]:
+        """Its weights on this rank, once all ranks have theirs: what one can't load fails on every one."""
+        assert self._tiers is not None
+        tiers, weights = self._tiers, {}
+
+        def lease() -> None:
+            weights.update(stack.enter_context(tiers.lease(teacher)))
+
+        on_every_rank(lease)
+        return weights
 
     def _tier_metrics(self) -> dict[str, Metric]:
         """What the tiers did since the call before: hits, waits, and each teacher's loads, whenever they ran."""

@@ -13,7 +13,8 @@ from rl.fresh_model import FreshModel, create_model
 from rl.teachers.sources import resolve
 from rl.teachers.teaching import TeacherSetup, Teaching
 from rl.trainer.result import MissingInputError
-from teachers.errors import TierFullError
+from teachers.errors import TeacherError, TierFullError
+from teachers.store import TeacherStore
 from tests.trainer.common import Ratio, capture_update, make_trajectories
 from tests.trainer.models import hf_logprobs
 
@@ -196,6 +197,27 @@ def test_scores_from_elsewhere_count_like_those_of_a_teacher_here(taught, teache
     found = [taught._score(trajectories, build(trajectories), make(), x).logprobs for x in (elsewhere, here)]
     mask = build(trajectories).rollout.action_mask
     assert (found[0] - found[1])[mask].abs().max() <= 1e-5
+
+
+def test_a_damaged_file_is_named_and_the_other_teachers_go_on(worker, teachers, tmp_path):
+    sources = [resolve(name, path) for name, path in teachers.items()]
+    worker.load_teachers(TeacherSetup(sources, str(tmp_path / "store"), 2**24, 2**24))
+    store = TeacherStore(tmp_path / "store")
+    (shard,) = store.shards("bob")
+    extent = next(iter(store.open("bob", shard).manifest.extents.values()))
+    pack = tmp_path / "store" / "packs" / f"{extent.pack}.pack"
+    with pack.open("r+b") as file:
+        file.seek(extent.offset + 100)
+        byte = file.read(1)
+        file.seek(extent.offset + 100)
+        file.write(bytes([byte[0] ^ 1]))
+    worker.load_teachers(TeacherSetup(sources, str(tmp_path / "store"), 2**24, 2**24))
+    trajectories = make_trajectories()
+    before = {name: p.detach().clone() for name, p in worker.loaded.model.named_parameters()}
+    with pytest.raises(TeacherError, match=rf"bob.*{pack.name}"):
+        worker.update(trajectories, 0, make(), teaching=Teaching([{"bob": 1.0}] * len(trajectories)))
+    assert all(torch.equal(before[name], p.detach()) for name, p in worker.loaded.model.named_parameters())
+    worker.update(trajectories, 0, make(), teaching=Teaching([{"ann": 1.0}] * len(trajectories)))
 
 
 def test_teachers_that_are_needed_and_not_given_are_named(taught):
