@@ -1,8 +1,8 @@
 """In which order a batch's teachers score. Pure.
 
 Each teacher scores all of its rollouts at once, so that it is switched to once a batch. What is in GPU memory comes
-first, then what is in pinned memory, then what is on disk: loads run while others score. All data-parallel ranks have to
-use the same teacher at the same time (their collectives meet), so one rank's tiers decide for all.
+first, then what is in pinned memory, then what is on disk: loads run while others score. All data-parallel ranks have
+to use the same teacher at the same time (their collectives meet), so one rank's tiers decide for all.
 """
 
 from __future__ import annotations
