@@ -127,15 +127,19 @@ class Bench:
             asyncio.create_task(self.engine.generate([*PROMPT, 100 + i], sampling, f"run-{self.version}-{i}"))
             for i in range(self.requests)
         ]
-        running, begin = 0, time.monotonic()
-        while running < self.requests * 0.9 and time.monotonic() < begin + ADMISSION_S:
-            running = (await self.engine.metrics()).running
-            await asyncio.sleep(0.05)
-        done = await self.publish(transport)
-        mode = "retract" if (await self.engine.abilities()).sessions else "abort"
-        await self.engine.abort([f"run-{self.version - 1}-{i}" for i in range(self.requests)])
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
-        failures = [str(each) for each in ended if isinstance(each, BaseException)]
+        try:
+            running, begin = 0, time.monotonic()
+            while running < self.requests * 0.9 and time.monotonic() < begin + ADMISSION_S:
+                running = (await self.engine.metrics()).running
+                await asyncio.sleep(0.05)
+            done = await self.publish(transport)
+            mode = "retract" if (await self.engine.abilities()).sessions else "abort"
+            await self.engine.abort([f"run-{self.version - 1}-{i}" for i in range(self.requests)])
+            ended, _ = await asyncio.wait(tasks, timeout=ADMISSION_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+        failures = [str(task.exception()) for task in ended if task.exception() is not None]
         return {
             "running": running,
             "mode": mode,

@@ -110,6 +110,8 @@ class WeightSender:
     def release(self) -> None:
         """Give the buffer's memory back; the next ``rewind`` takes it anew."""
         self._buffer = self._filled = torch.empty(0, dtype=torch.uint8)
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()  # memory that was handed on stays until somebody looks whether it is still in use
 
     def join(self, group: UpdateGroup) -> None:
         """As rank 0; returns when all have joined. Nothing on the ranks that do not lead."""
