@@ -20,8 +20,8 @@ from rollout.engine.protocol import CachedTokens, EngineMetrics, FinishReason, G
 class GenerationStream:
     """Puts one generation together from the events of ``/generate`` with ``stream`` and ``return_logprob``.
 
-    The server must send each token once (``--incremental-streaming-output``). Tokens are counted by their log-probs: an
-    aborted request that had been retracted reports fewer of those at its end than tokens.
+    The server must send each token once (``--incremental-streaming-output``). Tokens are counted by their log-probs: of
+    an aborted request SGLang may have sent fewer of those than tokens.
     """
 
     def __init__(
@@ -51,6 +51,9 @@ class GenerationStream:
         if reason.get("type") == "abort" and reason.get("status_code") is not None:
             raise ValueError(f"aborted by the server: {reason.get('message')}")
         entries = meta.get("output_token_logprobs") or []
+        top = meta.get("output_top_logprobs") or []
+        if reason.get("type") == "abort" and "prompt_tokens" not in meta:
+            entries, top = self._of_waiting(entries, meta), self._of_waiting(top, meta)
         ids = [entry[1] for entry in entries]
         if reason.get("type") != "abort":
             if ids != list(event["output_ids"]):
@@ -63,11 +66,17 @@ class GenerationStream:
         self._ids += ids
         self._logprobs += [entry[0] for entry in entries]
         self._stamps += [int(meta["weight_version"])] * len(ids)
-        self._top += meta.get("output_top_logprobs") or []
+        self._top += top
         self._meta = meta
         self._last_s = seconds
         if ids and self._first_s is None:
             self._first_s = seconds
+
+    def _of_waiting(self, entries: Sequence[Any], meta: Mapping[str, Any]) -> Sequence[Any]:
+        """What is new in the end of a request that was aborted while it waited, as retracted ones do: SGLang then says
+        all of its tokens' log-probs again, after those that it had not sent yet."""
+        whole = entries[max(len(entries) - meta["completion_tokens"], 0) :]
+        return whole[len(self._ids) :]
 
     @property
     def partial(self) -> Generation | None:
