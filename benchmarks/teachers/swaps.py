@@ -143,13 +143,15 @@ class Tiers:
             self.most = [max(a, b) for a, b in zip(self.most, self.tiers.memory(), strict=True)]
         wall = time.perf_counter() - started
         after = self.tiers.stats()
+        spans = [span for span in after.spans if span.start >= started]
         return {
             "wall": wall,
             "waited": after.exposed_seconds - before.exposed_seconds,
             "disk_loads": after.disk_loads - before.disk_loads,
             "demotions": after.demotions - before.demotions,
-            "read_seconds": after.read_seconds - before.read_seconds,
-            "spans": [_row(span, started) for span in after.spans if span.stop > started],
+            "disk_seconds": sum(span.stop - span.start for span in spans if span.kind == "read"),
+            "copy_seconds": sum(span.stop - span.start for span in spans if span.kind in ("copy", "demote")),
+            "spans": [_row(span, started) for span in spans],
         }
 
     def _compare(self, name: str, weights: Any) -> None:
