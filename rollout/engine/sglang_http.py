@@ -15,8 +15,8 @@ import aiohttp
 from rollout.engine.protocol import EngineError, EngineLost
 
 KEEP_ALIVE_S = 2.0
-"""An idle connection is used again for so long. SGLang closes those that were idle for 5 s, and a request that meets the
-closing is reset; aiohttp alone would use them for 15 s."""
+"""An idle connection is used again for so long. SGLang closes those that were idle for 5 s, and a request that meets
+the closing is reset; aiohttp alone would use them for 15 s."""
 SHOWN_CHARACTERS = 500
 """How much of an error answer's body an error shows."""
 
