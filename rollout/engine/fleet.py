@@ -354,7 +354,7 @@ class EngineFleet:
                 router, slot = self._routed_by(server)
                 router.set_healthy(slot, False)
             elif action.do is Do.KILL:
-                self._on_progress(f"lost {server.name}: {action.reason}")
+                self._on_progress(f"lost {server.name}: {action.reason.splitlines()[0]}")
                 self._spawn(self._end(server), f"{server.name}-kill")
             elif action.do is Do.START:
                 self._spawn(self._restart(server), f"{server.name}-start")
