@@ -1,15 +1,20 @@
 """The last versions as HF directories: what a publication that fails goes back to, what an engine that was started anew
 loads, and the base of a patch.
 
-The folder is in shared memory unless the config says otherwise. It belongs to one run and goes with it.
+The folder is in shared memory unless the config says otherwise. It belongs to one run and goes with it; what a run that
+was killed left behind goes when the next one starts. A run holds a lock in its folder, which ends with it however it
+dies.
 """
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import tempfile
 from pathlib import Path
 
+PREFIX = "atelier-weights-"
+LOCK = "lock"
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -21,7 +26,11 @@ class Archive:
         """
         parent = SHARED_MEMORY if parent is None else parent
         parent.mkdir(parents=True, exist_ok=True)
-        self.root = Path(tempfile.mkdtemp(prefix="atelier-weights-", dir=parent))
+        for folder in parent.glob(f"{PREFIX}*"):
+            _remove_if_abandoned(folder)
+        self.root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        self._lock = (self.root / LOCK).open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._versions: set[int] = set()
 
     def directory(self, version: int) -> Path:
@@ -37,3 +46,16 @@ class Archive:
 
     def close(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
+        self._lock.close()
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    lock = folder / LOCK
+    if not lock.is_file():
+        return  # another run is making it just now
+    with lock.open("r+") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        shutil.rmtree(folder, ignore_errors=True)

@@ -4,7 +4,6 @@ engines hold, for a publication that fails and for an engine that was started an
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,4 +149,4 @@ class WeightPublisher:
 
     async def close(self) -> None:
         """Remove what was kept."""
-        await asyncio.to_thread(shutil.rmtree, self._archive.root, ignore_errors=True)
+        await asyncio.to_thread(self._archive.close)

@@ -1,5 +1,8 @@
 """Flat buckets: bounded, of one dtype, complete; and the archive of versions."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -67,10 +70,25 @@ def test_the_archive_keeps_what_the_engines_hold(tmp_path):
     for version in range(3):
         archive.target(version, held).mkdir()
         held = version
-    assert sorted(path.name for path in archive.root.iterdir()) == ["v1", "v2"]
+    assert sorted(path.name for path in archive.root.glob("v*")) == ["v1", "v2"]
     archive.target(3, 1).mkdir()  # 2 was not published
-    assert sorted(path.name for path in archive.root.iterdir()) == ["v1", "v3"]
+    assert sorted(path.name for path in archive.root.glob("v*")) == ["v1", "v3"]
     archive.target(3, 1).mkdir()  # written again after a failed publication
-    assert sorted(path.name for path in archive.root.iterdir()) == ["v1", "v3"]
+    assert sorted(path.name for path in archive.root.glob("v*")) == ["v1", "v3"]
     archive.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_run_left_goes_when_the_next_begins(tmp_path):
+    begin = "import os, pathlib; from rl.weights.archive import Archive"
+    rest = f"Archive(pathlib.Path({str(tmp_path)!r})).target(1, None).mkdir(); os._exit(9)"
+    subprocess.run([sys.executable, "-c", f"{begin}; {rest}"], check=False, timeout=60)
+    left = list(tmp_path.iterdir())
+    assert len(left) == 1
+    alive = Archive(tmp_path)
+    assert not left[0].exists()
+    beside = Archive(tmp_path)
+    assert alive.root.exists()
+    for archive in (alive, beside):
+        archive.close()
     assert list(tmp_path.iterdir()) == []
