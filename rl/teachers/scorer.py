@@ -177,7 +177,8 @@ class TeacherScorer:
     def _leased(self, teacher: str, stack: ExitStack) -> Mapping[str, Tensor]:
         """Its weights on this rank, once all ranks have theirs: what one can't load fails on every one."""
         assert self._tiers is not None
-        tiers, weights = self._tiers, {}
+        tiers = self._tiers
+        weights: dict[str, Tensor] = {}
 
         def lease() -> None:
             weights.update(stack.enter_context(tiers.lease(teacher)))
