@@ -1,18 +1,18 @@
 """Does parallel distillation teach? Twelve experts, one student, a few seeds; and a skill that a later stage lost.
 
-    python -m benchmarks.opd --out runs/opd_proof [--seeds 0 1 2] [--steps 200]
+    python -m benchmarks.opd --out runs/opd_proof [--seeds 0 1 2] [--steps 200] [--mode full_vocab]
 
 Everything is a stage of the product (``train.py``), on the CPU, with the demo's 100k-parameter model and the task
 words:
 
     base            SFT on all twelve rules, a third of the demonstrations right: where teachers and students begin
     teacher_RULE    SFT from it on one rule's right demonstrations
-    student_SEED    stage opd from base: all rules' prompts, routed by the column ``rule``
+    MODE_SEED       stage opd from base: all rules' prompts, routed by the column ``rule``
     first, second   SFT from base on two rules; then, from its model, on two others, which it forgets the first two for
-    cross_SEED      stage cross_stage from second's model; first and second teach their own rules
+    cross_MODE_SEED stage cross_stage from second's model; first and second teach their own rules
 
 A stage whose run is finished is not run again, so that an interrupted proof goes on where it stopped. Writes
-``parallel.json`` and ``cross_stage.json``, and prints both tables.
+``parallel_MODE.json`` and ``cross_stage_MODE.json``, and prints both tables.
 """
 
 from __future__ import annotations
@@ -36,6 +36,14 @@ BAR = 0.95
 """Of its teacher's reward, that a student must reach on the teacher's prompts."""
 EVALUATED = 96
 SFT_TEACHER = ("sft.steps=250", "sft.conversations_per_step=32", "sft.optimizer.lr=1e-3")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of the students."""
+
+    steps: int
+    mode: str
 
 
 @dataclass(frozen=True)
@@ -74,14 +82,15 @@ class Proof:
         )
 
     def distil(
-        self, name: str, stage: str, start: str, teachers: dict[str, Sequence[str]], seed: int, steps: int
+        self, name: str, stage: str, start: str, teachers: dict[str, Sequence[str]], seed: int, settings: Settings
     ) -> dict[str, Any]:
         rules = ",".join(rule for of_teacher in teachers.values() for rule in of_teacher)
         return self.run(
             name,
             stage,
             f"seed={seed}",
-            f"steps={steps}",
+            f"steps={settings.steps}",
+            f"algorithm.mode={settings.mode}",
             f"model.checkpoint={self.model(start)}",
             f"tasks.words.options.rules=[{rules}]",
             "distillation.route=rule",
@@ -94,12 +103,12 @@ class Proof:
         )
 
 
-def parallel(proof: Proof, seeds: Sequence[int], steps: int) -> list[dict[str, Any]]:
+def parallel(proof: Proof, seeds: Sequence[int], settings: Settings) -> list[dict[str, Any]]:
     """A row for each rule: its teacher's reward, and the student's before and after, by seed."""
     proof.run("base", "sft", "sft.steps=1500", f"evaluation.prompts={EVALUATED}")
     taught = {rule: proof.sft(f"teacher_{rule}", "base", [rule])["reward_after"]["words"] for rule in RULES}
     teachers: dict[str, Sequence[str]] = {f"teacher_{rule}": (rule,) for rule in RULES}
-    students = [proof.distil(f"student_{seed}", "opd", "base", teachers, seed, steps) for seed in seeds]
+    students = [proof.distil(f"{settings.mode}_{seed}", "opd", "base", teachers, seed, settings) for seed in seeds]
     return [
         {
             "rule": rule,
@@ -111,12 +120,15 @@ def parallel(proof: Proof, seeds: Sequence[int], steps: int) -> list[dict[str, A
     ]
 
 
-def cross_stage(proof: Proof, seeds: Sequence[int], steps: int) -> list[dict[str, Any]]:
+def cross_stage(proof: Proof, seeds: Sequence[int], settings: Settings) -> list[dict[str, Any]]:
     """A row for each rule: the reward of the stage that taught it, of the later stage, and of the student, by seed."""
     first = proof.sft("first", "base", FIRST)["reward_after"]["words"]
     second = proof.sft("second", "first", SECOND)["reward_after"]["words"]
     teachers: dict[str, Sequence[str]] = {"first": FIRST, "second": SECOND}
-    students = [proof.distil(f"cross_{seed}", "cross_stage", "second", teachers, seed, steps) for seed in seeds]
+    students = [
+        proof.distil(f"cross_{settings.mode}_{seed}", "cross_stage", "second", teachers, seed, settings)
+        for seed in seeds
+    ]
     return [
         {
             "rule": rule,
@@ -158,19 +170,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/opd_proof"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=200, help="updates of a student")
+    parser.add_argument("--mode", default="full_vocab", choices=["sampled", "top_k", "full_vocab"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     arguments = parser.parse_args(argv)
     proof = Proof(arguments.out.resolve())
     proof.out.mkdir(parents=True, exist_ok=True)
+    settings = Settings(arguments.steps, arguments.mode)
     reached = []
     for name in arguments.parts:
         title, measure = PARTS[name]
-        rows = measure(proof, arguments.seeds, arguments.steps)
+        rows = measure(proof, arguments.seeds, settings)
         text, least = table(title, rows)
         print(text, flush=True)
         reached.append(least)
-        found = {"seeds": arguments.seeds, "steps": arguments.steps, "rows": rows, "least_share": least}
-        (proof.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+        found = {"seeds": arguments.seeds, **vars(settings), "rows": rows, "least_share": least}
+        (proof.out / f"{name}_{settings.mode}.json").write_text(json.dumps(found, indent=1) + "\n")
     return 0 if min(reached) >= BAR else 1
 
 
