@@ -7,7 +7,8 @@ With d = log π_θ − log π_inf and r = e^d over the trained tokens: ``ratio/p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from jaxtyping import Float32, Int64, Shaped
@@ -22,6 +23,7 @@ from algorithms.metrics import (
     Max,
     Mean,
     Metric,
+    Metrics,
 )
 from algorithms.packed import indicator
 from algorithms.types import LossInputs
@@ -32,11 +34,15 @@ QUANTILES = (0.01, 0.5, 0.99)
 def log_ratio_histogram(d: Float32[Tensor, " tokens"]) -> Int64[Tensor, " bins"]:
     middle = LOG_RATIO_BINS // 2
     scaled = torch.copysign((d.abs() / LOG_RATIO_UNIT).log1p() * BINS_PER_E_FOLD, d).round()
-    return torch.bincount((scaled.long() + middle).clamp(0, LOG_RATIO_BINS - 1), minlength=LOG_RATIO_BINS)
+    bins = (scaled.long() + middle).clamp(0, LOG_RATIO_BINS - 1)
+    if bins.device.type == "cpu":
+        return torch.bincount(bins, minlength=LOG_RATIO_BINS)
+    # On an accelerator bincount waits until it knows the largest bin.
+    return bins.new_zeros(LOG_RATIO_BINS).scatter_add_(0, bins, torch.ones_like(bins))
 
 
 class Tally:
-    """Sums over the chunks of a micro-batch, brought to the host once."""
+    """Sums over the chunks of a micro-batch, brought to the host once, when somebody looks at the metrics."""
 
     def __init__(self, mismatch: bool = True) -> None:
         self._mismatch = mismatch
@@ -55,18 +61,25 @@ class Tally:
         if self._mismatch:
             self._add_mismatch((chunk.logprobs.detach() - chunk.rollout_logprobs).mul_(on).clamp_(-20, 20), on)
 
-    def metrics(self) -> dict[str, Metric]:
+    def metrics(self) -> Metrics:
+        return _Unread(self._read)
+
+    def _read(self) -> dict[str, Metric]:
         if not self._sums:
             return {}
-        totals = torch.stack([torch.stack(parts).sum() for parts in self._sums.values()]).tolist()
-        sums = dict(zip(self._sums, totals, strict=True))
+        pieces = [torch.stack([torch.stack(parts).sum() for parts in self._sums.values()])]
+        if self._mismatch:
+            pieces += [torch.stack(self._largest).max()[None].double(), torch.stack(self._histograms).sum(0).double()]
+        numbers = torch.cat(pieces).tolist()
+        sums = dict(zip(self._sums, numbers, strict=False))
         count, r, r2 = sums.pop("count"), sums.pop("r", 0.0), sums.pop("r2", 0.0)
         metrics: dict[str, Metric] = {name: Mean(total, count) for name, total in sums.items()}
         if self._mismatch:
+            largest, *counts = numbers[len(self._sums) :]
             metrics["ratio/effective_share"] = EffectiveShare(count, r, r2)
-            metrics["ratio/max"] = Max(float(torch.stack(self._largest).max()) if count else None)
-            counts = tuple(torch.stack(self._histograms).sum(0).tolist())
-            metrics |= {f"ratio/p{round(100 * q):02d}": LogRatioQuantile(q, counts) for q in QUANTILES}
+            metrics["ratio/max"] = Max(largest if count else None)
+            bins = tuple(int(x) for x in counts)
+            metrics |= {f"ratio/p{round(100 * q):02d}": LogRatioQuantile(q, bins) for q in QUANTILES}
         return metrics
 
     def _add_mismatch(self, d: Float32[Tensor, " tokens"], on: Float32[Tensor, " tokens"]) -> None:
@@ -83,3 +96,23 @@ class Tally:
 
     def _add(self, name: str, total: Tensor) -> None:
         self._sums.setdefault(name, []).append(total.double())
+
+
+class _Unread(Mapping[str, Metric]):
+    """Metrics whose numbers are still on the device: they are fetched once, when somebody first looks."""
+
+    def __init__(self, read: Callable[[], dict[str, Metric]]) -> None:
+        self._fetch = read
+
+    @functools.cached_property
+    def _metrics(self) -> dict[str, Metric]:
+        return self._fetch()
+
+    def __getitem__(self, name: str) -> Metric:
+        return self._metrics[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metrics)
+
+    def __len__(self) -> int:
+        return len(self._metrics)

@@ -43,6 +43,8 @@ class SampleTokens:
     """Place of each of these tokens in the whole batch."""
     scored: Bool[Tensor, " tokens"]
     routed_experts: Int[Tensor, "tokens layers top_k"] | None = None
+    on_device: tuple[Int[Tensor, " tokens"], Int[Tensor, " samples+1"]] | None = None
+    """``index`` and ``cu_seqlens`` again, where the model is; set by the pass that has sent them there."""
 
 
 def build_batch(
@@ -258,31 +260,40 @@ def take_samples(batch: TrainBatch, samples: Sequence[int]) -> SampleTokens:
     )
 
 
-def loss_inputs(
-    batch: RolloutBatch,
-    targets: Targets,
-    taken: SampleTokens,
-    logprobs: Float32[Tensor, " tokens"],
-    entropy: Float32[Tensor, " tokens"] | None,
-) -> LossInputs:
-    """What an algorithm's loss gets for the samples of ``taken``, on the device of ``logprobs``."""
+@dataclass(frozen=True)
+class LossConstants:
+    """What a loss gets beside the log-probs: that of the whole batch, on the device before the first pass begins."""
 
-    def part(x: Tensor) -> Tensor:
-        # Without waiting: the host's memory has been read when the call returns.
-        return x[taken.index].to(logprobs.device, non_blocking=True)
+    values: Float32[Tensor, "names tokens"]
+    names: tuple[str, ...]
+    """Of the fields of ``LossInputs`` that the rows of ``values`` are."""
+    masks: Bool[Tensor, "2 tokens"]
+    """The action mask, and the tokens of it that the current weights sampled."""
 
-    def optional(x: Tensor | None) -> Tensor | None:
-        return None if x is None else part(x)
+    @staticmethod
+    def of(batch: RolloutBatch, targets: Targets) -> LossConstants:
+        """On the CPU."""
+        rows = {
+            "rollout_logprobs": batch.rollout_logprobs,
+            "advantages": targets.advantages,
+            "weights": targets.weights,
+            "old_logprobs": batch.old_logprobs,
+            "ref_logprobs": batch.ref_logprobs,
+            "teacher_logprobs": batch.teacher_logprobs,
+        }
+        present = {name: row for name, row in rows.items() if row is not None}
+        own = batch.action_mask & (batch.weight_versions == batch.current_version)
+        return LossConstants(torch.stack(list(present.values())), tuple(present), torch.stack([batch.action_mask, own]))
 
-    return LossInputs(
-        cu_seqlens=taken.cu_seqlens.to(logprobs.device, non_blocking=True),
-        logprobs=logprobs,
-        entropy=entropy,
-        action_mask=part(batch.action_mask),
-        rollout_logprobs=part(batch.rollout_logprobs),
-        advantages=part(targets.advantages),
-        weights=part(targets.weights),
-        old_logprobs=optional(batch.old_logprobs),
-        ref_logprobs=optional(batch.ref_logprobs),
-        teacher_logprobs=optional(batch.teacher_logprobs),
-    )
+    def inputs(
+        self, taken: SampleTokens, logprobs: Float32[Tensor, " tokens"], entropy: Float32[Tensor, " tokens"] | None
+    ) -> tuple[LossInputs, Bool[Tensor, " tokens"]]:
+        """What an algorithm's loss gets for the samples of ``taken``, and which tokens the current weights sampled; on
+        the device of ``logprobs``, where the constants must be."""
+        index, cu_seqlens = taken.on_device or (taken.index, taken.cu_seqlens)
+        action_mask, own = self.masks.index_select(1, index)
+        values = dict(zip(self.names, self.values.index_select(1, index), strict=True))
+        inputs = LossInputs(
+            cu_seqlens=cu_seqlens, logprobs=logprobs, entropy=entropy, action_mask=action_mask, **values
+        )
+        return inputs, own

@@ -9,6 +9,7 @@ written when it is done; a section that fails leaves its error there, and the ne
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -36,6 +37,7 @@ BASELINE_MFU = 0.176
 BAR_TRL, BAR_HF, BAR_MFU = 1.3, 1.0, 1.5 * BASELINE_MFU
 BAR_HEAD_MEMORY, BAR_HEAD_TIME = 0.25, 1.7
 WARMUP = 3
+GAPS = 15
 PROFILED = 2
 """Shapes, from the first on, that the head comes after and that ``--profile`` looks into."""
 
@@ -43,12 +45,14 @@ PROFILED = 2
 class Report:
     """Sections by name, on disk after each."""
 
-    def __init__(self, path: Path | None, deadline: float) -> None:
-        self.path, self.deadline = path, deadline
+    def __init__(self, path: Path | None, deadline: float, only: str) -> None:
+        self.path, self.deadline, self.only = path, deadline, only
         self.sections: dict[str, Any] = {}
 
     def run(self, name: str, section: Callable[[], Any]) -> None:
         begin = time.monotonic()
+        if name != "machine" and self.only not in name:
+            return
         if begin > self.deadline:
             self.sections[name] = {"skipped": "out of time"}
         else:
@@ -70,7 +74,7 @@ def _step_section(shape: Shape, worker: sides.TrainerWorker, device: str, peak_f
         directory = Path(folder) / "model"
         write_model(shape, directory, torch.bfloat16 if device == "cuda" else torch.float32, device)
         makers: dict[str, Callable[[], sides.Step]] = {
-            "ours": lambda: sides.ours(worker, shape, directory, shape.variants[0]),
+            "ours": lambda: _first_that_runs(worker, shape, directory),
             "hf": lambda: sides.hugging_face(shape, directory, device),
             "trl": lambda: sides.trl(shape, directory, device, checkpointing=False),
             "trl, default": lambda: sides.trl(shape, directory, device, checkpointing=True),
@@ -106,6 +110,18 @@ def _step_section(shape: Shape, worker: sides.TrainerWorker, device: str, peak_f
         return result
 
 
+def _first_that_runs(worker: sides.TrainerWorker, shape: Shape, directory: Path) -> sides.Step:
+    """Of a shape's variants; what was wrong with those before it is printed."""
+    for variant in shape.variants[:-1]:
+        try:
+            step = sides.ours(worker, shape, directory, variant)
+            step()
+            return step
+        except Exception:  # noqa: BLE001  (the next one is tried)
+            print(f"{shape.name}, {variant.name}:\n{traceback.format_exc()}", flush=True)
+    return sides.ours(worker, shape, directory, shape.variants[-1])
+
+
 def _compare(result: dict[str, Any]) -> None:
     taken = {name: side["seconds"] for name, side in result["sides"].items() if "seconds" in side}
     if "ours" in taken:
@@ -138,7 +154,7 @@ def _profile(shape: Shape, worker: sides.TrainerWorker, device: str) -> dict[str
     """Where our step's time goes: its phases, how long the device is busy, and the most expensive operations."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(shape, Path(folder) / "model", torch.bfloat16 if device == "cuda" else torch.float32, device)
-        step = sides.ours(worker, shape, Path(folder) / "model", shape.variants[0])
+        step = _first_that_runs(worker, shape, Path(folder) / "model")
         for _ in range(WARMUP):
             step()
         phases = dict(worker.update(sides.trajectories(shape), 0, sides.objective()).seconds)
@@ -153,8 +169,23 @@ def _profile(shape: Shape, worker: sides.TrainerWorker, device: str) -> dict[str
             kernels = [e for e in averages if e.device_type == on_device and not e.is_user_annotation]
             found["device_seconds"] = sum(event.self_device_time_total for event in kernels) / 1e6
             found["kernels"] = sum(event.count for event in kernels)
+            found["gaps"] = _gaps(
+                [e for e in profiler.events() if e.device_type == on_device and not e.is_user_annotation]
+            )
         tables = {order: averages.table(sort_by=order, row_limit=30, max_name_column_width=70) for order in orders}
         return found | {name: table.splitlines() for name, table in tables.items()}
+
+
+def _gaps(events: list[Any]) -> list[str]:
+    """The longest times in which the device did nothing, and what it did before and after; in order of time."""
+    ordered = sorted(events, key=lambda event: event.time_range.start)
+    gaps, end = [], ordered[0].time_range.start if ordered else 0.0
+    for before, event in itertools.pairwise(ordered):
+        end = max(end, before.time_range.end)
+        gaps.append((event.time_range.start - end, event.time_range.start, before.name[:50], event.name[:50]))
+    longest = sorted(sorted(gaps)[-GAPS:], key=lambda gap: gap[1])
+    start = ordered[0].time_range.start if ordered else 0.0
+    return [f"{gap:7.0f} us at {(at - start) / 1000:6.1f} ms, {a} .. {b}" for gap, at, a, b in longest]
 
 
 def _summary(report: Report) -> list[str]:
@@ -176,6 +207,9 @@ def _summary(report: Report) -> list[str]:
             outcome = found["error"].splitlines()[-1] if "error" in found else f"{found['seconds'] * 1000:.1f} ms"
             outcome += f", MFU {found['mfu']:.1%}" if "mfu" in found else ""
             lines.append(f"{name}, {variant}: {outcome}")
+        if "phases" in section:
+            phases = ", ".join(f"{phase} {1000 * taken:.1f}" for phase, taken in section["phases"].items())
+            lines.append(f"{name}: ms a phase: {phases}")
         if "device_seconds" in section:
             busy, whole = section["device_seconds"], section["seconds"]
             lines.append(
@@ -193,12 +227,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--budget", type=float, default=225.0, help="seconds after which no section begins")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="PyTorch's, on the CPU")
+    parser.add_argument("--only", default="", help="sections whose names contain it, and what the machine is")
     parser.add_argument("--profile", action="store_true", help="add the profiler's tables for the first shapes")
     options = parser.parse_args(arguments)
     device, cuda = options.device, options.device == "cuda"
     if cuda != torch.cuda.is_available():
         parser.error(f"--device {device}, but CUDA is {'not ' if cuda else ''}available")
-    report = Report(options.json, time.monotonic() + options.budget)
+    report = Report(options.json, time.monotonic() + options.budget, options.only)
     peak = None
     report.run("machine", lambda: _machine(device))
     if cuda and "matmul_flops" in report.sections["machine"]:

@@ -59,7 +59,8 @@ class Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _turned(gradient, *ctx.saved_tensors, -1.0), None, None
+        cos, sin = ctx.saved_tensors
+        return _turned(gradient, cos, sin, -1.0), None, None
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:

@@ -95,6 +95,9 @@ class TrainerConfig(BaseModel):
     cuda_graphs: bool = False
     """Replay the dense layers, forward and backward, as CUDA graphs, one for each of a few sizes of micro-batch, where
     they run as whole layers (bfloat16 on CUDA). Each size takes a second or two when it first comes."""
+    layer_kernels: Literal["compiled", "triton"] = "compiled"
+    """Of the layers in CUDA graphs: fused by a compiler, which takes a minute for a large model, or written out with
+    kernels in Triton, which take seconds. A model of another kind than dense layers is compiled."""
     seed: int = Field(0, ge=0, lt=2**31)
     digest_gradients: bool = False
     """Log a hash of each update's gradient, to compare runs bit by bit; it reads every gradient once."""

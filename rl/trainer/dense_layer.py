@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from rl.trainer import by_hand, platform
 from rl.trainer.compiled import compiled, vary_rows
 from rl.trainer.flash import flash_attention
 from rl.trainer.layer_graph import LayerGraphs
+from rl.trainer.layer_passes import AutogradPasses, HandPasses, Passes, Weights
 from rl.trainer.packing import Packing
 
 platform.install()
@@ -51,19 +52,6 @@ def _rotate(
         return by_hand.Rotation.apply(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
-
-
-class Weights(NamedTuple):
-    """Of one layer. The rows of ``qkv`` are, for each group of query heads, its queries, its key and its value."""
-
-    norm: Float[Tensor, " hidden"]
-    qkv: Float[Tensor, "rows hidden"]
-    query_norm: Float[Tensor, " dim"] | None
-    key_norm: Float[Tensor, " dim"] | None
-    projection: Float[Tensor, "hidden heads*dim"]
-    mlp_norm: Float[Tensor, " hidden"]
-    first: Float[Tensor, "2*ffn hidden"]
-    second: Float[Tensor, "hidden ffn"]
 
 
 def _before_attention(
@@ -211,19 +199,23 @@ class DenseLayer(TransformerLayer):
             mlp.linear_fc2.weight,
         )
 
-    def lead(self, groups: Sequence[Sequence[DenseLayer]], graphs: bool) -> None:
+    def lead(self, groups: Sequence[Sequence[DenseLayer]], graphs: bool, by_hand: bool) -> None:
         """Compute these layers, of which this is the first, wherever whole layers can be computed together.
 
         Args:
             groups: those of a group are compiled together.
             graphs: replay all of them as one CUDA graph.
+            by_hand: record the passes that are written out.
         """
         layers = [layer for group in groups for layer in group]
         for layer in layers:
             layer._groups = ()
         self._groups = tuple(tuple(group) for group in groups)
         if graphs:
-            self._graphs = LayerGraphs(self._run, self._parameters_in_order())
+            config = self.config
+            shape = (config.num_query_groups, config.layernorm_epsilon, self.self_attention.core_attention.scale)
+            passes: Passes = HandPasses(config.qk_layernorm, *shape) if by_hand else AutogradPasses(self._run)
+            self._graphs = LayerGraphs(passes, self._parameters_in_order())
 
     def release_graphs(self) -> None:
         """Before the weights move to other addresses."""
@@ -231,15 +223,16 @@ class DenseLayer(TransformerLayer):
             self._graphs.release()
 
 
-def group_layers(layers: Iterable[Any], count: int, graphs: bool = False) -> None:
+def group_layers(layers: Iterable[Any], count: int, graphs: bool = False, by_hand: bool = False) -> None:
     """Let ``count`` consecutive dense layers at a time be compiled as one; other layers stay alone.
 
     Args:
         graphs: replay each run of consecutive dense layers as one CUDA graph.
+        by_hand: of the passes that are written out, in place of the compiled ones.
     """
     for dense, run in groupby(layers, lambda layer: isinstance(layer, DenseLayer)):
         if dense:
             members = list(run)
             groups = [members[begin : begin + count] for begin in range(0, len(members), count)]
             for together in [groups] if graphs else [[group] for group in groups]:
-                together[0][0].lead(together, graphs)
+                together[0][0].lead(together, graphs, by_hand)

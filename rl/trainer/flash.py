@@ -18,7 +18,7 @@ SHORTEST_BOUND = 128
 
 @dataclass(frozen=True)
 class Spans:
-    """On the device. Bounds of the lengths are known on the host, so that no layer waits for the device: powers of two,
+    """Bounds of the lengths are known on the host, so that no layer waits for the device: powers of two,
     because a compiled graph is made for each bound that it meets."""
 
     query_edges: Int32[Tensor, " spans+1"]
@@ -29,17 +29,15 @@ class Spans:
     """Which of the gathered tokens (rank-major) each key is; None for all, in order."""
 
 
-def make_spans(
-    rows: Int[Tensor, " samples"], context: int, rank: int, gathered_order: Tensor | None, device: torch.device
-) -> Spans:
-    """The spans of padded samples, on the CPU in and on ``device`` out.
+def make_spans(rows: Int[Tensor, " samples"], context: int, rank: int, gathered_order: Tensor | None) -> Spans:
+    """The spans of padded samples, on the CPU.
 
     Args:
         rows: lengths; multiples of ``2 · context`` under context parallelism.
-        gathered_order: place of each token in the gathered keys (see ``Packing``), on the CPU.
+        gathered_order: place of each token in the gathered keys (see ``Packing``).
     """
     if context == 1:
-        edges = _edges(rows, device)
+        edges = _edges(rows)
         longest = length_bound(int(rows.max()))
         return Spans(edges, edges, longest, longest, None)
     piece = rows // (2 * context)
@@ -51,17 +49,17 @@ def make_spans(
     assert gathered_order is not None
     keys = gathered_order[torch.repeat_interleave(starts, lengths) + offset]
     return Spans(
-        _edges(queries, device),
-        _edges(lengths, device),
+        _edges(queries),
+        _edges(lengths),
         length_bound(int(queries.max())),
         length_bound(int(lengths.max())),
-        keys.to(device, non_blocking=True),
+        keys,
     )
 
 
-def _edges(lengths: Int[Tensor, " spans"], device: torch.device) -> Int32[Tensor, " spans+1"]:
+def _edges(lengths: Int[Tensor, " spans"]) -> Int32[Tensor, " spans+1"]:
     edges = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
-    return edges.int().to(device, non_blocking=True)
+    return edges.int()
 
 
 def length_bound(length: int) -> int:
@@ -95,3 +93,38 @@ def flash_attention(
         scale=scale,
     )
     return output
+
+
+def flash_forward(
+    query: Float[Tensor, "tokens heads dim"],
+    key: Float[Tensor, "tokens kv_heads dim"],
+    value: Float[Tensor, "tokens kv_heads dim"],
+    edges: Int32[Tensor, " samples+1"],
+    longest: int,
+    scale: float | None,
+) -> tuple[Float[Tensor, "tokens heads dim"], tuple[Tensor, ...]]:
+    """``flash_attention`` of whole samples outside of autograd: the output, and what ``flash_backward`` needs of it."""
+    output, normalizers, state, unused, _ = torch.ops.aten._flash_attention_forward(
+        query, key, value, edges, edges, longest, longest, 0.0, True, False, scale=scale
+    )
+    return output, (normalizers, state, unused)
+
+
+def flash_backward(
+    gradient: Float[Tensor, "tokens heads dim"],
+    query: Float[Tensor, "tokens heads dim"],
+    key: Float[Tensor, "tokens kv_heads dim"],
+    value: Float[Tensor, "tokens kv_heads dim"],
+    output: Float[Tensor, "tokens heads dim"],
+    kept: tuple[Tensor, ...],
+    edges: Int32[Tensor, " samples+1"],
+    longest: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries, keys and values."""
+    normalizers, state, unused = kept
+    grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
+        *(gradient, query, key, value, output, normalizers, edges, edges, longest, longest, 0.0, True, state, unused),
+        scale=scale,
+    )
+    return grad_query, grad_key, grad_value

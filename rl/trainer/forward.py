@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from rl.trainer.head import token_logprobs
 from rl.trainer.moe import check_record
 from rl.trainer.packing import Layout, build_layout, padded_tokens
 from rl.trainer.topk import token_topk
+from rl.trainer.transfer import sent
 from rl.trainer.value import token_values
 
 MicroBatchLoss = Callable[[SampleTokens, Tensor, Tensor], Tensor]
@@ -42,7 +44,7 @@ one, for which the loss must be 0 but depend on every parameter of the head."""
 
 
 def lay_out(taken: SampleTokens, config: TrainerConfig, in_rows: bool = False, at_least: int = 0) -> Layout:
-    """The layout of a micro-batch on this rank.
+    """The layout of a micro-batch on this rank, on the CPU.
 
     Args:
         in_rows: the model's attention has no other form than rows.
@@ -52,7 +54,6 @@ def lay_out(taken: SampleTokens, config: TrainerConfig, in_rows: bool = False, a
         taken.token_ids,
         taken.cu_seqlens,
         taken.temperature,
-        platform.device(),
         context=config.parallel.context,
         context_rank=parallel_state.get_context_parallel_rank(),
         multiple=_multiple(config),
@@ -96,7 +97,9 @@ def run_schedule(
         taken = take_samples(batch, next(iterator))
         if taken.routed_experts is not None:
             check_record(taken.routed_experts, module.config)
-        layout = lay_out(taken, config, module.module.attends_in_rows, at_least)
+        laid_out = lay_out(taken, config, module.module.attends_in_rows, at_least)
+        layout, index, cu_seqlens = sent((laid_out, taken.index, taken.cu_seqlens), platform.device())
+        taken = dataclasses.replace(taken, on_device=(index, cu_seqlens))
         return forward(module, layout), partial(end, taken, layout)
 
     at_least = _common_length(batch, micro_batches, config) if len(modules) > 1 else 0
@@ -226,7 +229,8 @@ def batch_topk(
 
 def put_tokens(whole: Tensor, taken: SampleTokens, part: Tensor) -> None:
     """Put what is known of some samples' tokens into its place."""
-    whole[taken.index.to(whole.device, non_blocking=True)] = part
+    index, _ = taken.on_device or (taken.index.to(whole.device), None)
+    whole[index] = part
 
 
 def collected(whole: Tensor) -> Tensor:

@@ -20,9 +20,8 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 
 from rl.trainer.flash import length_bound
+from rl.trainer.layer_passes import Passes
 
-Run = Callable[[Tensor, Tensor, Tensor, Tensor, int, Sequence[Tensor]], Tensor]
-"""``(x, cos, sin, edges of the samples, bound of their lengths, parameters) → x`` after the layers."""
 Replay = Callable[[], None]
 Record = Callable[[Replay], Replay]
 """Makes of an action that is done once now something that does it again and again."""
@@ -45,12 +44,12 @@ def padded_size(tokens: int) -> int:
 class LayerGraphs:
     """The recordings of one run of layers."""
 
-    def __init__(self, run: Run, parameters: Sequence[Tensor], record: Record | None = None) -> None:
+    def __init__(self, passes: Passes, parameters: Sequence[Tensor], record: Record | None = None) -> None:
         """
         Args:
             record: captures CUDA graphs if it is not given.
         """
-        self._run, self._parameters, self._record = run, list(parameters), record
+        self._passes, self._parameters, self._record = passes, list(parameters), record
         self._recorded: dict[tuple[int, int, int, bool], _Recorded] = {}
         self._pool: Any = None
         self.passes = 0
@@ -64,7 +63,7 @@ class LayerGraphs:
         edges: Int32[Tensor, " samples+1"],
         longest: int,
     ) -> Float[Tensor, "tokens 1 hidden"]:
-        """``run``, on the device of ``x``."""
+        """What the passes compute, on the device of ``x``."""
         backward = torch.is_grad_enabled()
         if backward and not x.requires_grad:
             x = x.detach().requires_grad_()  # or autograd would not come back here for the parameters' gradients
@@ -76,7 +75,7 @@ class LayerGraphs:
         if recorded is None:
             recorded = self._recorded[key] = _Recorded(x, cos, sin, spans, longest)
             recorded.load(x, cos, sin, edges)
-            recorded.record(self._run, self._parameters, backward, self._record or self._capture)
+            recorded.record(self._passes, self._parameters, backward, self._record or self._capture)
         self.passes += 1
         if not backward:
             return recorded.forward(x, cos, sin, edges)
@@ -106,7 +105,7 @@ class _Recorded:
         self.edges = torch.zeros(spans, dtype=torch.int32, device=x.device)
         self.output, self.grad_output, self.grad_x = (torch.zeros_like(self.x) for _ in range(3))
         self.longest = longest
-        self._result: Tensor | None = None
+        self._kept: Any = None
         self._replay_forward: Replay
         self._replay_backward: Replay
 
@@ -132,41 +131,31 @@ class _Recorded:
         self._replay_backward()
         return self.grad_x[:tokens].clone()
 
-    def record(self, run: Run, parameters: Sequence[Tensor], backward: bool, record: Record) -> None:
+    def record(self, passes: Passes, parameters: Sequence[Tensor], backward: bool, record: Record) -> None:
         # Aliases: autograd does what concerns a leaf on the stream that first used it, and Megatron's hooks have used
         # the parameters on another one than that of the recording.
         aliases = [parameter.detach().requires_grad_(parameter.requires_grad) for parameter in parameters]
-        trained = [alias for alias in aliases if alias.requires_grad]
-        buffers = [parameter.main_grad for parameter in parameters if parameter.requires_grad] if backward else []
+        buffers = [parameter.main_grad if parameter.requires_grad else None for parameter in parameters]
 
         def pass_forward() -> None:
-            with torch.set_grad_enabled(backward):
-                self._result = run(self.x, self.cos, self.sin, self.edges, self.longest, aliases)
-            self.output.copy_(self._result.detach())
-
-        def gradients() -> tuple[Tensor, ...]:
-            result, self._result = self._result, None
-            assert result is not None
-            return torch.autograd.grad(result, (self.x, *trained), self.grad_output)
+            result, kept = passes.forward(self.x, self.cos, self.sin, self.edges, self.longest, aliases, keep=backward)
+            self.output.copy_(result)
+            self._kept = kept if backward else None
 
         def pass_backward() -> None:
-            grad_x, *found = gradients()
-            self.grad_x.copy_(grad_x)
-            if found:
-                torch._foreach_add_(buffers, found)
+            kept, self._kept = self._kept, None
+            self.grad_x.copy_(passes.backward(kept, self.grad_output, buffers))
 
         def pass_without_effect() -> None:
             pass_forward()
-            if backward:
-                gradients()
+            if backward:  # of a gradient that is zero yet, so that zeros are added to the buffers
+                pass_backward()
 
-        if backward:
-            self.x.requires_grad_()
         _warm_up(pass_without_effect, self.x.device)
         self._replay_forward = record(pass_forward)
         if backward:
             self._replay_backward = record(pass_backward)
-        self._result = None
+        self._kept = None
 
 
 def _warm_up(action: Callable[[], object], device: torch.device) -> None:

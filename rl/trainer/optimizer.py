@@ -115,14 +115,19 @@ class Optimizer:
             for parameter in module.parameters():
                 parameter.grad = None  # what a pass left that did not come to its end
 
-    @torch.no_grad()
     def step(self, lr: float) -> float:
-        """Clip and apply the gradients at this rate; returns their L2 norm before clipping.
+        """``start``, and what ``check`` says of it."""
+        return self.check(self.start(lr))
 
-        Raises:
-            NonFiniteUpdateError: the norm is NaN or infinite. No weight and no moment has changed.
+    @torch.no_grad()
+    def start(self, lr: float, loss: Tensor | None = None) -> Float32[Tensor, ""]:
+        """Clip and apply the gradients at this rate; returns their L2 norm before clipping, on the device, for which
+        the host has not waited. Where it is NaN or infinite no weight and no moment changes.
+
+        Args:
+            loss: this rank's part; the norm is NaN or infinite where that is.
         """
-        norm = self._norm()
+        norm = self._norm(loss)
         skipped = norm.isfinite().logical_not_().float()
         divisor = ((norm + NORM_EPS) / self.clip_grad).clamp_(min=1.0) if self.clip_grad else None
         self._step += 1.0 - skipped
@@ -145,6 +150,15 @@ class Optimizer:
                     found_inf=skipped,
                 )
         self.publish()
+        return norm
+
+    @staticmethod
+    def check(norm: Float32[Tensor, ""]) -> float:
+        """Wait for the norm that ``start`` gave.
+
+        Raises:
+            NonFiniteUpdateError: it is NaN or infinite.
+        """
         found = float(norm)
         if not math.isfinite(found):
             raise NonFiniteUpdateError(f"gradient norm {found}")
@@ -159,13 +173,16 @@ class Optimizer:
             for module in self.modules:
                 module.start_param_sync()
 
-    def _norm(self) -> Float32[Tensor, ""]:
-        """Of the whole gradient."""
+    def _norm(self, loss: Tensor | None) -> Float32[Tensor, ""]:
+        """Of the whole gradient; NaN or infinite if the loss is on any rank."""
         total = torch.zeros((), device=platform.device())
+        nothing = None if loss is None else loss.detach().float() * 0.0  # or NaN
         for group, gradients in self._normed:
             square = torch.zeros_like(total)
             if gradients:
                 square = torch.stack(torch._foreach_norm(gradients)).square().sum()
+            if nothing is not None:
+                square = square + nothing
             if group.size() > 1:
                 dist.all_reduce(square, group=group)
             total += square

@@ -126,7 +126,6 @@ def build_layout(
     token_ids: Int[Tensor, " tokens"],
     cu_seqlens: Int[Tensor, " samples+1"],
     temperature: Float32[Tensor, " samples"],
-    device: torch.device,
     context: int = 1,
     context_rank: int = 0,
     multiple: int = 1,
@@ -135,7 +134,7 @@ def build_layout(
     at_least: int = 0,
     routed_experts: Int[Tensor, "tokens layers top_k"] | None = None,
 ) -> Layout:
-    """Lay out one micro-batch (CPU tensors in, ``device`` tensors out); it may have no token at all.
+    """Lay out one micro-batch, on the CPU (``rl.trainer.transfer`` sends it off); it may have no token at all.
 
     Args:
         multiple: each rank's number of tokens is padded to a multiple of it (sequence parallelism).
@@ -154,65 +153,69 @@ def build_layout(
     total += tail
 
     offset = torch.arange(len(token_ids)) - torch.repeat_interleave(cu_seqlens[:-1], lengths)
+    place = mine = None
     if context == 1:  # the tokens stand where they stood, and this rank has all of them
-        place = torch.arange(len(token_ids))
-        positions, locals_ = torch.cat([offset, torch.arange(tail)]), [torch.arange(total)]
+        positions, locals_ = torch.cat([offset, torch.arange(tail)]), None
     else:
         place = torch.repeat_interleave(starts[:-1], lengths) + offset
         positions, locals_ = _divide(rows, context)
-    mine = None if context == 1 else locals_[context_rank]
+        mine = locals_[context_rank]
 
-    def own(x: Tensor) -> Tensor:
-        return x if mine is None else x[mine]
+    def placed(x: Tensor, empty: int) -> Tensor:
+        whole = _placed(x, place, total, empty)
+        return whole if mine is None else whole[mine]
 
-    ids = _placed(token_ids.long(), place, total, 0)
     wanted = offset > 0 if scored is None else scored & (offset > 0)
     predicted = wanted.nonzero().squeeze(1)
-    predictors = place[predicted] - 1
-    targets = own(_placed(token_ids[predicted].long(), predictors, total, -1))
-    temperatures = own(torch.repeat_interleave(torch.cat([temperature.float(), torch.ones(1)]), rows))
+    predictors = predicted - 1 if place is None else place[predicted] - 1
+    targets, local_scored = token_ids[predicted].long(), predictors
+    temperatures = torch.repeat_interleave(torch.cat([temperature.float(), torch.ones(1)]), rows)
+    if mine is not None:
+        whole = _placed(targets, predictors, total, -1)[mine]
+        local_scored = (whole >= 0).nonzero().squeeze(1)
+        targets, temperatures = whole[local_scored], temperatures[mine]
 
-    packing = _make_packing(rows, positions, locals_, context_rank, flash, device)
-    packing.real = _send(own(_placed(torch.ones(len(token_ids), dtype=torch.bool), place, total, False)), device)
+    packing = _make_packing(rows, positions, locals_, context_rank, flash)
+    packing.real = placed(torch.ones(len(token_ids), dtype=torch.bool), False)
     if routed_experts is not None:
-        packing.routed_experts = _send(own(_placed(routed_experts, place, total, -1)), device)
-    local_scored = predictors if mine is None else (targets >= 0).nonzero().squeeze(1)
+        packing.routed_experts = placed(routed_experts, -1)
     return Layout(
         packing=packing,
-        token_ids=_send(own(ids).unsqueeze(0), device),
-        scored=_send(local_scored, device),
-        targets=_send(targets[local_scored], device),
-        temperature=_send(temperatures[local_scored], device),
-        predicted=_send(predicted, device),
-        predictors=_send(predictors, device),
+        token_ids=placed(token_ids.long(), 0).unsqueeze(0),
+        scored=local_scored,
+        targets=targets,
+        temperature=temperatures[local_scored],
+        predicted=predicted,
+        predictors=predictors,
         tokens=len(token_ids),
-        local=len(positions) if mine is None else len(mine),
+        local=total if mine is None else len(mine),
     )
 
 
 def _make_packing(
     rows: Int[Tensor, " rows"],
     positions: Int[Tensor, " padded"],
-    locals_: list[Int[Tensor, " local"]],
+    locals_: list[Int[Tensor, " local"]] | None,
     rank: int,
     flash: bool,
-    device: torch.device,
 ) -> Packing:
-    """What attention needs, for one of the context-parallel ranks."""
-    context, mine = len(locals_), locals_[rank]
-    gathered_order = torch.cat(locals_).argsort() if context > 1 else None
+    """What attention needs, for one of the context-parallel ranks; ``locals_`` is None where there is only one."""
+    context = 1 if locals_ is None else len(locals_)
+    mine = None if locals_ is None else locals_[rank]
+    gathered_order = None if locals_ is None else torch.cat(locals_).argsort()
+    longest = int(rows.max())
     packing = Packing(
         qkv_format="sbhd",
-        max_seqlen_q=int(rows.max()),
-        max_seqlen_kv=int(rows.max()),
-        positions=_send(positions[mine], device),
-        gathered_order=None if gathered_order is None else _send(gathered_order, device),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        positions=positions if mine is None else positions[mine],
+        gathered_order=gathered_order,
     )
     full_rows = rows[rows > 0]
     if flash:
-        packing.spans = make_spans(full_rows, context, rank, gathered_order, device)
+        packing.spans = make_spans(full_rows, context, rank, gathered_order)
     else:
-        _add_buckets(packing, full_rows, positions, mine, context, device)
+        _add_buckets(packing, full_rows, positions, mine, context)
     return packing
 
 
@@ -226,16 +229,14 @@ def _divide(rows: Int[Tensor, " rows"], context: int) -> tuple[Int[Tensor, " pad
     return positions, [(owner == rank).nonzero().squeeze(1) for rank in range(context)]
 
 
-def _placed(x: Tensor, place: Int[Tensor, " entries"], total: int, empty: int) -> Tensor:
-    """``total`` entries, those of ``x`` at their places and ``empty`` elsewhere."""
+def _placed(x: Tensor, place: Int[Tensor, " entries"] | None, total: int, empty: int) -> Tensor:
+    """``total`` entries, those of ``x`` at their places (the first ones, if None) and ``empty`` elsewhere."""
     whole = x.new_full((total, *x.shape[1:]), empty)
-    whole[place] = x
+    if place is None:
+        whole[: len(x)] = x
+    else:
+        whole[place] = x
     return whole
-
-
-def _send(x: Tensor, device: torch.device) -> Tensor:
-    # Copies to the device are safe without waiting: the host's memory has been read when the call returns.
-    return x.to(device, non_blocking=True)
 
 
 def _bucket_members(lengths: Int[Tensor, " rows"]) -> Iterator[Int[Tensor, " members"]]:
@@ -254,30 +255,29 @@ def _add_buckets(
     packing: Packing,
     rows: Int[Tensor, " rows"],
     positions: Int[Tensor, " padded"],
-    mine: Int[Tensor, " local"],
+    mine: Int[Tensor, " local"] | None,
     context: int,
-    device: torch.device,
 ) -> None:
     buckets, outputs = [], []
     local_rows = rows // context
     for members in _bucket_members(rows):
-        keys, _ = _rows(rows, members, device)
-        queries, query_tokens = _rows(local_rows, members, device)
+        keys, _ = _rows(rows, members)
+        queries, query_tokens = _rows(local_rows, members)
         mask = None
-        if context > 1:
+        if mine is not None:
             query_positions = torch.zeros(queries.rows * queries.length, dtype=torch.long)
-            slots = torch.arange(len(query_tokens)) if queries.slots is None else queries.slots.cpu()
+            slots = torch.arange(len(query_tokens)) if queries.slots is None else queries.slots
             query_positions[slots] = positions[mine[query_tokens]]
             query_positions = query_positions.view(queries.rows, 1, queries.length, 1)
-            mask = (query_positions >= torch.arange(keys.length)).to(device)
+            mask = query_positions >= torch.arange(keys.length)
         buckets.append(Bucket(queries, keys, mask))
         outputs.append(query_tokens)
     packing.buckets = tuple(buckets)
-    packing.order = torch.cat(outputs).argsort().to(device) if len(buckets) > 1 else None
+    packing.order = torch.cat(outputs).argsort() if len(buckets) > 1 else None
 
 
 def _rows(
-    lengths: Int[Tensor, " rows"], members: Int[Tensor, " members"], device: torch.device
+    lengths: Int[Tensor, " rows"], members: Int[Tensor, " members"]
 ) -> tuple[Rows, Int[Tensor, " bucket_tokens"]]:
     """These members of all rows as a dense batch, and which tokens they are."""
     starts = lengths.cumsum(0) - lengths
@@ -290,6 +290,6 @@ def _rows(
     dense = bool((chosen == longest).all())
     slots = row * longest + offset
     return (
-        Rows(None if full else tokens.to(device), None if dense else slots.to(device), len(members), longest),
+        Rows(None if full else tokens, None if dense else slots, len(members), longest),
         tokens,
     )

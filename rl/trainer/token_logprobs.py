@@ -108,7 +108,7 @@ class TokenLogprobs(torch.autograd.Function):
             if grad_weight is None:
                 grad_weight = _product(slopes.T, scaled_hidden[part])
             else:
-                _add_product(grad_weight, slopes.T, scaled_hidden[part])
+                add_product(grad_weight, slopes.T, scaled_hidden[part])
             del slopes
         if ctx.gradient is not None:
             return grad_hidden, *[None] * 7
@@ -208,7 +208,7 @@ def _product(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float32[Tensor
     return (a @ b).float()
 
 
-def _add_product(total: Float32[Tensor, "m n"], a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> None:
+def add_product(total: Float32[Tensor, "m n"], a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> None:
     """``total += a @ b``, inside the matrix product where that can be."""
     if a.dtype == torch.float32:
         total.addmm_(a, b)

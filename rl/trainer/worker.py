@@ -25,9 +25,9 @@ from jaxtyping import Float64
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from algorithms.metrics import Max, Mean, Metric, Sum, merge_metrics
+from algorithms.metrics import Max, Mean, Metric, Metrics, Sum, merge_metrics
 from algorithms.types import Algorithm, LossInputs, Need, Targets
-from rl.batch import RolloutKey, SampleTokens, TrainBatch, build_batch, loss_inputs, plan_micro_batches
+from rl.batch import LossConstants, RolloutKey, SampleTokens, TrainBatch, build_batch, plan_micro_batches
 from rl.stopwatch import Stopwatch
 from rl.teachers.teaching import TeacherSetup, Teaching
 from rl.trainer import platform
@@ -61,6 +61,7 @@ from rl.trainer.memory_plan import check_fits, describe, plan_memory
 from rl.trainer.model import PolicyModel, build_chunks, read_hf_config
 from rl.trainer.offload import Offload
 from rl.trainer.optimizer import Optimizer
+from rl.trainer.transfer import sent
 
 TEACHER_NEEDS = frozenset({Need.TEACHER_LOGPROBS, Need.TEACHER_VIEWS, Need.LOGITS})
 LOSS, GAP_MAX, GAP_MEAN = "_loss", "_gap_max", "_gap_mean"
@@ -210,6 +211,7 @@ class TrainerWorker:
         loaded, watch = self.loaded, Stopwatch()
         name = f"update {loaded.steps + 1} of weights version {current_version}"
         lr = learning_rate(loaded.schedule, loaded.steps, loaded.total_steps)
+        loaded.optimizer.zero_grad()  # first: a GPU does it while the host builds the batch
         with watch.phase("batch"):
             batch = build_batch(trajectories, current_version, dropped)
         with watch.phase("logprobs"):
@@ -226,15 +228,20 @@ class TrainerWorker:
                 raise ValueError(f"{name}: none of {batch.rollout.samples} samples has a trained token")
             micro_batches, tokens = self.plan(batch, trained)
         with watch.phase("passes"):
-            report = self._passes(batch, targets, micro_batches, algorithm, scored)
-        loss, gap_max, gap_mean = (_pop(report, name) for name in (LOSS, GAP_MAX, GAP_MEAN))
-        facts = f"{name}: loss {loss}, lr {lr}, {len(trained)} samples, {tokens} tokens"
-        if loss is None or not math.isfinite(loss):
-            raise NonFiniteUpdateError(facts)
+            unread = self._passes(batch, targets, micro_batches, algorithm, scored)
         digest = _gradient_digest(loaded.optimizer) if self.config.digest_gradients else None
+        # A GPU is still at work on the passes when it is given the optimizer's step: the host reads nothing before. The
+        # step checks itself that all is finite.
         with watch.phase("optimizer"):
+            norm = loaded.optimizer.start(lr, unread.loss())
+        with watch.phase("report"):
+            report = unread.read()
+            loss, gap_max, gap_mean = (_pop(report, name) for name in (LOSS, GAP_MAX, GAP_MEAN))
+            facts = f"{name}: loss {loss}, lr {lr}, {len(trained)} samples, {tokens} tokens"
+            if loss is None or not math.isfinite(loss):
+                raise NonFiniteUpdateError(facts)
             try:
-                grad_norm = loaded.optimizer.step(lr)
+                grad_norm = loaded.optimizer.check(norm)
             except NonFiniteUpdateError as error:
                 raise NonFiniteUpdateError(f"{facts}, {error}") from error
         loaded.steps += 1
@@ -308,33 +315,24 @@ class TrainerWorker:
         micro_batches: list[list[int]],
         algorithm: Algorithm,
         scored: Scored | None,
-    ) -> dict[str, Metric]:
-        """Leave the summed gradient in the model; returns the metrics of all ranks."""
-        loaded = self.loaded
-        loaded.optimizer.zero_grad()
-        parts: list[Mapping[str, Metric]] = []
-        numbers: list[Tensor] = []
-
+    ) -> _Unread:
+        """Add the summed gradient to what is in the model."""
+        unread = _Unread([], [])
+        constants = sent(LossConstants.of(batch.rollout, targets), platform.device())
         views = scored.views if scored else None
 
         def loss(taken: SampleTokens, logprobs: Tensor, entropy: Tensor, logits: PolicyLogits | None = None) -> Tensor:
-            inputs = loss_inputs(batch.rollout, targets, taken, logprobs, entropy)
+            inputs, own = constants.inputs(taken, logprobs, entropy)
             if views is not None:
                 inputs = dataclasses.replace(inputs, logits=logits, teacher_views=views.of(taken))
             output = algorithm.loss(inputs)
-            current = batch.rollout.weight_versions[taken.index] == batch.rollout.current_version
-            own = inputs.action_mask & current.to(logprobs.device, non_blocking=True)
-            parts.append(output.metrics)
-            numbers.append(_pass_numbers(output.loss, inputs, own))
+            unread.metrics.append(output.metrics)
+            unread.numbers.append(_pass_numbers(output.loss, inputs, own))
             return output.loss
 
         passes = run_passes if views is None else run_distribution_passes
-        passes(loaded.modules, batch, micro_batches, self.config, loss, backward=True)
-        if numbers:
-            parts += [_pass_metrics(*row) for row in torch.stack(numbers).tolist()]
-        # The ranks of one tensor- and context-parallel group computed the same numbers; only the last stage has any.
-        speaks = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
-        return merge_metrics(gather_objects(merge_metrics(parts) if speaks else {}))
+        passes(self.loaded.modules, batch, micro_batches, self.config, loss, backward=True)
+        return unread
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
         """Log-probs of each trajectory's tokens (float32, natural, at its temperature) under the current weights; a
@@ -441,6 +439,29 @@ def _finalize_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: A
     finalize_model_grads(model, None, **kwargs)
 
 
+@dataclasses.dataclass
+class _Unread:
+    """What passes leave on the device, for the host to read when it has nothing else to give it."""
+
+    metrics: list[Metrics]
+    """Of each micro-batch; the algorithm's."""
+    numbers: list[Float64[Tensor, " 6"]]
+    """Likewise; see ``_pass_numbers``."""
+
+    def loss(self) -> Float64[Tensor, ""] | None:
+        """This rank's part."""
+        return torch.stack(self.numbers)[:, 0].sum() if self.numbers else None
+
+    def read(self) -> dict[str, Metric]:
+        """The metrics of all ranks."""
+        parts = list(self.metrics)
+        if self.numbers:
+            parts += [_pass_metrics(*row) for row in torch.stack(self.numbers).tolist()]
+        # The ranks of one tensor- and context-parallel group computed the same numbers; only the last stage has any.
+        speaks = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+        return merge_metrics(gather_objects(merge_metrics(parts) if speaks else {}))
+
+
 def _pass_numbers(loss: Tensor, inputs: LossInputs, own: Tensor) -> Float64[Tensor, " 6"]:
     """Of one micro-batch, the arguments of ``_pass_metrics``. They stay on the device until the passes are over:
     reading them would hold up the backward pass.
@@ -483,7 +504,7 @@ def _replace_rollout(batch: TrainBatch, **changes: Tensor) -> TrainBatch:
 
 def _samples_with(tokens: Tensor, batch: TrainBatch) -> list[int]:
     """Samples that have at least one of the marked tokens, ascending."""
-    return torch.unique(batch.rollout.sample_of_token()[tokens]).tolist()
+    return torch.bincount(batch.rollout.sample_of_token()[tokens]).nonzero().squeeze(1).tolist()
 
 
 def _exhaust(weights: Iterator[tuple[str, Tensor]]) -> None:

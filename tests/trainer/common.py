@@ -88,9 +88,9 @@ def reduced_gradients(optimizer):
 def capture_update(worker, trajectories, algorithm, version=0, dropped=()):
     """An update; returns its result and the reduced gradient before clipping, by Hugging Face name."""
     optimizer, gradient = worker.loaded.optimizer, {}
-    step = optimizer.step
+    start = optimizer.start
 
-    def capture(lr):
+    def capture(lr, loss):
         parameters = [p for model in worker.loaded.models for p in model.parameters()]
         weights = [p.detach().clone() for p in parameters]
         reduced = reduced_gradients(optimizer)
@@ -100,13 +100,13 @@ def capture_update(worker, trajectories, algorithm, version=0, dropped=()):
             gradient.update({name: tensor.clone() for name, tensor in worker.export_weights()})
             for p, weight in zip(parameters, weights, strict=True):
                 p.copy_(weight)
-        return step(lr)
+        return start(lr, loss)
 
-    optimizer.step = capture
+    optimizer.start = capture
     try:
         result = worker.update(trajectories, version, algorithm, dropped)
     finally:
-        del optimizer.step
+        del optimizer.start
     return result, gradient
 
 

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from rl.fresh_model import FreshModel, create_model
 from rl.trainer.config import OptimizerConfig, TrainerConfig
@@ -30,3 +31,29 @@ def worker(session_worker, model_dir):
     session_worker.load_model(model_dir)
     yield session_worker
     session_worker.config = config
+
+
+@pytest.fixture
+def uncompiled():
+    """Functions that a compiler would fuse run as they are: on a GPU it takes longer than most tests."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+class _AtOnce:
+    """Failures are shown when they happen: a run on a GPU may be cut off before its summary."""
+
+    def __init__(self, terminal):
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.terminal.write_line(
+                f"\n{report.nodeid} ({report.when}, {report.duration:.0f} s)\n{report.longreprtext}"
+            )
+
+
+def pytest_collection_modifyitems(config):
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if torch.cuda.is_available() and terminal is not None and not config.pluginmanager.has_plugin("failures_at_once"):
+        config.pluginmanager.register(_AtOnce(terminal), "failures_at_once")

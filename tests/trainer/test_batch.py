@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from algorithms.types import Targets
-from rl.batch import build_batch, loss_inputs, plan_micro_batches, sample_cost, take_samples
+from rl.batch import LossConstants, build_batch, plan_micro_batches, sample_cost, take_samples
 from rollout.trajectory import StopReason
 from tests.trainer.common import make_trajectories, make_trajectory
 
@@ -86,7 +86,8 @@ def test_taken_samples_are_slices_of_the_batch():
     assert taken.cu_seqlens.diff().tolist() == [len(trajectories[s]) for s in order]
     tokens = len(batch.token_ids)
     targets = Targets(torch.arange(tokens).float(), torch.ones(tokens))
-    inputs = loss_inputs(batch.rollout, targets, taken, torch.zeros(len(taken.token_ids)), None)
+    inputs, own = LossConstants.of(batch.rollout, targets).inputs(taken, torch.zeros(len(taken.token_ids)), None)
+    assert own.tolist() == inputs.action_mask.tolist() == batch.rollout.action_mask[taken.index].tolist()
     assert inputs.advantages.tolist() == taken.index.tolist()
     assert inputs.rollout_logprobs.tolist() == [x for s in order for x in trajectories[s].rollout_logprobs.tolist()]
     assert inputs.old_logprobs is None

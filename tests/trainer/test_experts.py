@@ -47,6 +47,8 @@ def test_groups_equal_the_loop(experts, counts):
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("counts", [[3, 9, 1, 20], [0, 70, 0, 2]])
 def test_groups_equal_the_loop_on_the_gpu_in_bfloat16(session_worker, tmp_path, counts):

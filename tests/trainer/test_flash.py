@@ -33,7 +33,7 @@ def test_spans_equal_attention_of_each_sample(context):
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
     ids, temperature = torch.arange(int(lengths.sum())), torch.ones(len(lengths))
     layouts = [
-        build_layout(ids, cu_seqlens, temperature, CPU, context=context, context_rank=rank, flash=True)
+        build_layout(ids, cu_seqlens, temperature, context=context, context_rank=rank, flash=True)
         for rank in range(context)
     ]
     assert all(layout.packing.buckets == () for layout in layouts)

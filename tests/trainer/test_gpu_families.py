@@ -11,7 +11,12 @@ from rl.trainer.chosen_attention import ChosenAttention
 from tests.trainer.common import Ratio, make_trajectories
 from tests.trainer.models import MODELS, hf_logprobs, load_hf, save_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(60),
+    pytest.mark.usefixtures("uncompiled"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.fixture

@@ -8,7 +8,11 @@ from rl.trainer.memory_plan import plan_memory
 from rl.trainer.model import read_hf_config
 from tests.trainer.common import Ratio, make_trajectory
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 TOKENS = 4096
 TRAJECTORIES = [make_trajectory(1024, 0, sample, reward=float(sample)) for sample in range(4)]
@@ -57,9 +61,10 @@ def test_the_plan_is_what_the_device_gives(worker, model_dir):
     assert state < peak < 1.1 * plan.total
 
 
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("graphs", [False, True])
 def test_offloading_frees_the_device_and_changes_nothing(worker, model_dir, graphs):
-    worker.config = worker.config.model_copy(update={"cuda_graphs": graphs})
+    worker.config = worker.config.model_copy(update={"cuda_graphs": graphs, "layer_kernels": "triton"})
     losses = []
     before = torch.cuda.memory_reserved()
     for away in (False, True):

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl.trainer.config import ParallelConfig, TrainerConfig
 from rl.trainer.layer_graph import LayerGraphs, StaleGraphError, padded_size
+from rl.trainer.layer_passes import AutogradPasses
 from rl.trainer.packing import build_layout
 from tests.trainer.common import Ratio, assert_close, capture_update, make_trajectories
 
@@ -61,7 +63,7 @@ def test_sizes_are_few_and_near():
 
 def test_recordings_equal_the_layers_themselves():
     layer = Sums()
-    graphs = LayerGraphs(layer, [layer.weight], record=repeated)
+    graphs = LayerGraphs(AutogradPasses(layer), [layer.weight], record=repeated)
     expected = torch.zeros_like(layer.weight)
     # Sizes in turn, also a smaller one after a larger one of the same recording.
     for seed, lengths in enumerate([(200, 50), (90, 100, 3), (256,), (300, 90, 20), (1,), (200, 50)]):
@@ -84,7 +86,7 @@ def test_recordings_equal_the_layers_themselves():
 
 def test_inputs_without_gradient_train_the_layers_all_the_same():
     layer = Sums()
-    graphs = LayerGraphs(layer, [layer.weight], record=repeated)
+    graphs = LayerGraphs(AutogradPasses(layer), [layer.weight], record=repeated)
     x, cos, sin, edges = inputs((30,), 0)
     graphs(x, cos, sin, edges, 128).sum().backward()
     assert layer.weight.main_grad.abs().sum() > 0
@@ -98,7 +100,7 @@ def test_inputs_without_gradient_train_the_layers_all_the_same():
 @pytest.mark.parametrize("with_gradient", [True, False])
 def test_a_backward_pass_that_comes_too_late_is_refused(with_gradient):
     layer = Sums()
-    graphs = LayerGraphs(layer, [layer.weight], record=repeated)
+    graphs = LayerGraphs(AutogradPasses(layer), [layer.weight], record=repeated)
     x, cos, sin, edges = inputs((30,), 0)
     first = graphs(x.requires_grad_(), cos, sin, edges, 128)
     with torch.set_grad_enabled(with_gradient):
@@ -126,14 +128,52 @@ def attention_of_each_sample(query, key, value, query_edges, key_edges, longest_
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("layers_per_graph", [1, 3])
-def test_updates_through_recordings_are_the_same(worker, model_dir, monkeypatch, layers_per_graph):
+def save_llama(directory):
+    """Without norms of the queries and keys."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=101,
+        hidden_size=48,
+        intermediate_size=56,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        initializer_range=0.15,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def forward_of_each_sample(query, key, value, edges, longest, scale):
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        output = attention_of_each_sample(*leaves, edges, edges, longest, longest, scale)
+    return output.detach(), (output, *leaves)
+
+
+def backward_of_each_sample(gradient, query, key, value, output, kept, edges, longest, scale):
+    return torch.autograd.grad(kept[0], kept[1:], gradient)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"layers_per_graph": 1}, {"layers_per_graph": 3}, {"layer_kernels": "triton"}],
+    ids=lambda options: str(*options.values()),
+)
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_updates_through_recordings_are_the_same(worker, model_dir, tmp_path, monkeypatch, options, family):
+    if family == "llama":
+        model_dir = save_llama(tmp_path)
+        worker.load_model(model_dir)
     trajectories = make_trajectories()
     expected, gradient = capture_update(worker, trajectories, Ratio())
     logprobs = worker.logprobs(trajectories)
-    changes = {"cuda_graphs": True, "layers_per_graph": layers_per_graph, "max_tokens_per_micro_batch": 60}
-    worker.config = worker.config.model_copy(update=changes)
+    changes = {"cuda_graphs": True, "max_tokens_per_micro_batch": 60}
+    worker.config = worker.config.model_copy(update=changes | options)
     worker.load_model(model_dir)
+    monkeypatch.setattr("rl.trainer.layer_passes.flash_forward", forward_of_each_sample)
+    monkeypatch.setattr("rl.trainer.layer_passes.flash_backward", backward_of_each_sample)
     monkeypatch.setattr("rl.trainer.dense_layer.flash_attention", attention_of_each_sample)
     monkeypatch.setattr("rl.trainer.forward.build_layout", functools.partial(build_layout_flash, build_layout))
     captain, *others = worker.loaded.model.decoder.layers
@@ -156,13 +196,20 @@ def build_layout_flash(original, *arguments, **options):
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(120)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_graphs_equal_the_layers_on_the_gpu(worker, model_dir):
-    """The same kernels, other addresses, tokens padded: equal up to bfloat16's rounding. Also after offloading."""
+@pytest.mark.parametrize("kernels", ["triton", "compiled"])
+def test_cuda_graphs_equal_the_layers_on_the_gpu(worker, model_dir, kernels):
+    """Other addresses, tokens padded: equal up to bfloat16's rounding. Also after offloading."""
     trajectories = make_trajectories()
     results = []
     for graphs in (False, True):
-        changes = {"dtype": "bfloat16", "cuda_graphs": graphs, "max_tokens_per_micro_batch": 100}
+        changes = {
+            "dtype": "bfloat16",
+            "cuda_graphs": graphs,
+            "layer_kernels": kernels,
+            "max_tokens_per_micro_batch": 100,
+        }
         worker.config = worker.config.model_copy(update=changes)
         worker.load_model(model_dir)
         steps = [worker.update(trajectories, 0, Ratio()) for _ in range(2)]

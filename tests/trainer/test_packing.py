@@ -17,7 +17,7 @@ def lay_out(lengths, **options):
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
     tokens = torch.arange(1, int(lengths.sum()) + 1)
     temperature = torch.arange(1, len(lengths) + 1).float()
-    return tokens, cu_seqlens, build_layout(tokens, cu_seqlens, temperature, CPU, **options)
+    return tokens, cu_seqlens, build_layout(tokens, cu_seqlens, temperature, **options)
 
 
 @settings(max_examples=100, deadline=None)
