@@ -23,6 +23,7 @@ from typing import Any
 from benchmarks.engine import cpu_model, observe, prediction, report
 from benchmarks.engine.agentic import AgenticPlan, agentic
 from benchmarks.engine.checkpoint import ROTARY, CheckpointMaker, ModelSizes
+from benchmarks.engine.moe_tiles import write_tiles
 from benchmarks.engine.options import parse, schedule
 from benchmarks.engine.pools import HiSparsePool, KvBytes, hisparse_pool, plain_tokens
 from benchmarks.engine.reference_indexer import ReferenceIndexer
@@ -146,7 +147,16 @@ class Benchmark:
         fit = self.plain_tokens // options.prompt + 8
         most = options.concurrency[-1] if side == "hisparse" else fit
         graphs = [*range(8, min(most, 64) + 1, 8), *range(96, most + 32, 32)]
-        return cuda_spec(side, self.model, self.pool, self.plain_tokens, graphs)
+        spec = cuda_spec(side, self.model, self.pool, self.plain_tokens, graphs)
+        if options.default_tiles:
+            return spec
+        return dataclasses.replace(spec, environment={**spec.environment, **self._tiles()})
+
+    def _tiles(self) -> dict[str, str]:
+        import torch
+
+        options = self.options
+        return write_tiles(options.work / "moe", options.experts, options.expert_size, torch.cuda.get_device_name())
 
     def _stage(self, sides: Sequence[Side], sections: Sequence[str]) -> None:
         import torch

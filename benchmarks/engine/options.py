@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     add("--layers", type=int, default=ModelSizes.layers)
     add("--experts", type=int, default=ModelSizes.experts)
     add("--expert-size", type=int, default=ModelSizes.expert_size)
+    add("--default-tiles", action="store_true", help="leave the experts' kernel to SGLang's rule of thumb")
     add("--start-timeout", type=float, default=330.0)
     add("--budget", type=float, default=520.0, help="seconds after which nothing new is begun")
     add("--jit-cache", type=Path, help="pack the compiled kernels' caches to this file once the servers are warm")

@@ -10,7 +10,7 @@ from benchmarks.engine.prediction import Setting, compare, measured_crossover
 from rollout.engine.throughput import Machine
 
 MACHINE = Machine(hbm_bandwidth=3.9e12, host_bandwidth=5e10, step_overhead_s=1e-3, request_overhead_s=2e-5)
-PROBE = {"section": "probe", "gpu_read_bytes_per_s": 3.9e12, "host_gather_bytes_per_s": 5e10}
+PROBE = {"section": "probe", "gpu_read_bytes_per_s": 3.9e12, "host_copy_bytes_per_s": 5e10}
 
 
 @pytest.fixture
