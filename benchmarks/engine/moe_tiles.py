@@ -1,8 +1,8 @@
 """Tiles of SGLang's Triton kernel for experts, where SGLang carries no tuned ones for a model's sizes.
 
 SGLang's rule of thumb takes small tiles for batches of at most as many tokens as there are experts, and large ones with
-a short inner block beyond that. With 128 experts of 4,096 that is where a decoding step got about 7 ms longer on an H200
-(``docs/engine.md``), so a batch of decoding gets the small tiles at any size here, on all sides.
+a short inner block beyond that. With 128 experts of 4,096 that is where a decoding step got about 7 ms longer on an
+H200 (``docs/engine.md``), so a batch of decoding gets the small tiles at any size here, on all sides.
 """
 
 from __future__ import annotations
