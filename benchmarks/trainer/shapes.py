@@ -20,11 +20,13 @@ class Variant:
     layers_per_graph: int = 1
     cuda_graphs: bool = False
     layer_kernels: str = "compiled"
+    optimizer_kernel: str = "torch"
 
     @property
     def name(self) -> str:
         layers = "Triton" if self.layer_kernels == "triton" else f"{self.layers_per_graph} layer(s) compiled"
-        return f"{layers}, {'CUDA graphs' if self.cuda_graphs else 'no CUDA graphs'}"
+        graphs = "CUDA graphs" if self.cuda_graphs else "no CUDA graphs"
+        return f"{layers}, {graphs}, Adam of {self.optimizer_kernel}"
 
 
 @dataclass(frozen=True)
@@ -128,14 +130,14 @@ def shapes(device: str) -> list[Shape]:
             Shape("small, even", _small(4, 256, 4096), SMALL_EVEN, 7),
             Shape("small, ragged", _small(4, 256, 4096), SMALL_RAGGED, 7),
         ]
-    written = Variant(1, True, "triton")
-    small, large = (written, Variant(6, True)), (written, Variant(1, True))
+    written = (Variant(1, True, "triton", "triton"), Variant(1, True, "triton"))
+    small, large = (*written, Variant(6, True)), (*written, Variant(1, True))
     return [
         Shape("SmolLM2-135M-like, even", _smollm2(), EVEN, 10, small),
         Shape("1B, even", _one_billion(), EVEN, 6, large),
-        Shape("SmolLM2-135M-like, ragged", _smollm2(), RAGGED, 10, small[:1]),
-        Shape("1B, ragged", _one_billion(), RAGGED, 6, large[:1]),
-        Shape("demo, even", _small(2, 64, 101), SMALL_EVEN, 10, (written,)),
+        Shape("SmolLM2-135M-like, ragged", _smollm2(), RAGGED, 10, small[:2]),
+        Shape("1B, ragged", _one_billion(), RAGGED, 6, large[:2]),
+        Shape("demo, even", _small(2, 64, 101), SMALL_EVEN, 10, written),
     ]
 
 

@@ -98,6 +98,8 @@ class TrainerConfig(BaseModel):
     layer_kernels: Literal["compiled", "triton"] = "compiled"
     """Of the layers in CUDA graphs: fused by a compiler, which takes a minute for a large model, or written out with
     kernels in Triton, which take seconds. A model of another kind than dense layers is compiled."""
+    optimizer_kernel: Literal["torch", "triton"] = "torch"
+    """Adam's on CUDA: PyTorch's, or ours, which writes the model's weights in the same pass."""
     seed: int = Field(0, ge=0, lt=2**31)
     digest_gradients: bool = False
     """Log a hash of each update's gradient, to compare runs bit by bit; it reads every gradient once."""
@@ -127,6 +129,8 @@ class TrainerConfig(BaseModel):
         parallel = self.parallel
         if self.cuda_graphs and (self.recompute or max(parallel.tensor, parallel.pipeline, parallel.context) > 1):
             raise ValueError("cuda_graphs needs recompute = false and tensor = pipeline = context = 1")
+        if self.layer_kernels == "triton" and not self.cuda_graphs:
+            raise ValueError("layer_kernels = triton needs cuda_graphs = true")
         return self
 
     @property

@@ -12,7 +12,7 @@ norm stays on the device, where Adam divides by it or, if it is not finite, does
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,8 @@ class _Group:
     gradients: list[Tensor]
     """Views of the model's gradient buffers, which stay where they are."""
     moments: tuple[list[Tensor], list[Tensor]]
+    model: list[Tensor | None]
+    """Where the model has its copy of ``main``; None where that is the model's own memory."""
     weight_decay: float
 
 
@@ -70,7 +72,17 @@ class Optimizer:
     """Steps the parameters of data-parallel modules (one for each virtual pipeline stage) whose gradients are reduced
     already."""
 
-    def __init__(self, modules: Sequence[DistributedDataParallel], options: OptimizerConfig, dtype: str) -> None:
+    def __init__(
+        self,
+        modules: Sequence[DistributedDataParallel],
+        options: OptimizerConfig,
+        dtype: str,
+        written_out: bool = False,
+    ) -> None:
+        """
+        Args:
+            written_out: on CUDA, Adam is our kernel in place of PyTorch's.
+        """
         self.clip_grad = options.clip_grad
         self.modules = list(modules)
         self.inner = get_megatron_optimizer(
@@ -100,13 +112,15 @@ class Optimizer:
             _complete_state(part.optimizer, self._step)
         self.shards = [shard for part in self.parts for shard in _shards(part)]
         self.inner.prepare_grads()  # gives each main weight its range of the gradient buffer
-        self._groups = [_group(part, group) for part in self.parts for group in part.optimizer.param_groups]
+        copies = [shard for shard in self.shards if shard.model.data_ptr() != shard.main.data_ptr()]
+        self._model, self._main = [s.model for s in copies], [s.main for s in copies]
+        model = {shard.main.data_ptr(): shard.model for shard in copies}
+        self._groups = [_group(part, group, model) for part in self.parts for group in part.optimizer.param_groups]
+        self._written_out = written_out and platform.device().type == "cuda"
         self._normed = [
             (part.get_grad_stats_parallel_group(), [] if part.is_stub_optimizer else _counted_gradients(part))
             for part in self.inner.chained_optimizers
         ]
-        copies = [shard for shard in self.shards if shard.model.data_ptr() != shard.main.data_ptr()]
-        self._model, self._main = [s.model for s in copies], [s.main for s in copies]
 
     def zero_grad(self) -> None:
         """Forget the gradients of the model."""
@@ -131,6 +145,15 @@ class Optimizer:
         skipped = norm.isfinite().logical_not_().float()
         divisor = ((norm + NORM_EPS) / self.clip_grad).clamp_(min=1.0) if self.clip_grad else None
         self._step += 1.0 - skipped
+        if self._written_out:
+            self._step_written_out(lr, skipped, divisor)
+            self._share()
+        else:
+            self._step_fused(lr, skipped, divisor)
+            self.publish()
+        return norm
+
+    def _step_fused(self, lr: float, skipped: Tensor, divisor: Tensor | None) -> None:
         for group in self._groups:
             if group.main:
                 torch._fused_adamw_(
@@ -149,8 +172,20 @@ class Optimizer:
                     grad_scale=divisor,
                     found_inf=skipped,
                 )
-        self.publish()
-        return norm
+
+    def _step_written_out(self, lr: float, skipped: Tensor, divisor: Tensor | None) -> None:
+        """It also writes the model's weights."""
+        from rl.trainer.adam_triton import facts, step_shard
+
+        options = self._options
+        read = facts(skipped, divisor, self._step, options.betas)
+        for group in self._groups:
+            for main, gradient, first, second, model in zip(
+                group.main, group.gradients, *group.moments, group.model, strict=True
+            ):
+                step_shard(
+                    main, gradient, (first, second), model, read, lr, group.weight_decay, options.betas, options.eps
+                )
 
     @staticmethod
     def check(norm: Float32[Tensor, ""]) -> float:
@@ -169,6 +204,10 @@ class Optimizer:
         """Give every rank's model the weights that the shards' main weights say."""
         if self._model:
             torch._foreach_copy_(self._model, self._main)
+        self._share()
+
+    def _share(self) -> None:
+        """Gather the ranks' shards of the model's weights."""
         if any(part.data_parallel_group.size() > 1 for part in self.parts):
             for module in self.modules:
                 module.start_param_sync()
@@ -215,11 +254,13 @@ def _complete_state(adam: torch.optim.Optimizer, step: Tensor) -> None:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
-def _group(part: DistributedOptimizer, group: dict[str, Any]) -> _Group:
+def _group(part: DistributedOptimizer, group: dict[str, Any], model: Mapping[int, Tensor]) -> _Group:
+    """``model``: the model's copies, by the address of their main weights."""
     main = group["params"]
     states = [part.optimizer.state[parameter] for parameter in main]
     first, second = ([state[name] for state in states] for name in MOMENTS)
-    return _Group(main, [parameter.grad for parameter in main], (first, second), group["weight_decay"])
+    copies = [model.get(parameter.data_ptr()) for parameter in main]
+    return _Group(main, [parameter.grad for parameter in main], (first, second), copies, group["weight_decay"])
 
 
 def _counted_gradients(part: DistributedOptimizer) -> list[Tensor]:

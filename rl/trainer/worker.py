@@ -144,7 +144,7 @@ class TrainerWorker:
             modules.append(DistributedDataParallel(model.config, options, model))
             model.config.finalize_model_grads_func = _finalize_gradients
         schedule = self.config.optimizer
-        optimizer = Optimizer(modules, schedule, self.config.dtype)
+        optimizer = Optimizer(modules, schedule, self.config.dtype, self.config.optimizer_kernel == "triton")
         self._loaded = _Loaded(hf_dir, hf, modules, optimizer, schedule, balance_length(hf))
         return table
 
@@ -177,7 +177,9 @@ class TrainerWorker:
         if total_steps < 1:
             raise ValueError(f"total_steps {total_steps} must be at least 1")
         loaded = self.loaded
-        loaded.optimizer = Optimizer(loaded.modules, options, self.config.dtype)
+        loaded.optimizer = Optimizer(
+            loaded.modules, options, self.config.dtype, self.config.optimizer_kernel == "triton"
+        )
         loaded.schedule, loaded.total_steps, loaded.steps = options, total_steps, 0
 
     @property

@@ -118,6 +118,11 @@ def test_layouts_that_graphs_cannot_hold_are_refused(options):
         TrainerConfig(cuda_graphs=True, **options)
 
 
+def test_kernels_of_the_recorded_layers_alone_are_refused():
+    with pytest.raises(ValueError, match="layer_kernels = triton needs cuda_graphs"):
+        TrainerConfig(layer_kernels="triton")
+
+
 def attention_of_each_sample(query, key, value, query_edges, key_edges, longest_query, longest_key, scale):
     """What ``flash_attention`` computes, by a loop."""
     outputs = []
@@ -207,7 +212,7 @@ def test_cuda_graphs_equal_the_layers_on_the_gpu(worker, model_dir, kernels):
         changes = {
             "dtype": "bfloat16",
             "cuda_graphs": graphs,
-            "layer_kernels": kernels,
+            "layer_kernels": kernels if graphs else "compiled",
             "max_tokens_per_micro_batch": 100,
         }
         worker.config = worker.config.model_copy(update=changes)

@@ -127,3 +127,35 @@ def test_kernels_are_the_formulas(dtype, hidden, dim, normed):
     arguments = (mixed, cos, sin, *scales)
     found = kernels.split_rotate_backward(tuple(map(put, gradients)), *map(put, arguments), EPS)
     assert_near(found, formulas.split_rotate_backward(gradients, *arguments, EPS), tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(not (GPU or INTERPRETED), reason="needs a CUDA device, or Triton's interpreter")
+@pytest.mark.parametrize("divisor", [None, 2.5])
+def test_adam_is_pytorchs(divisor):
+    from rl.trainer.adam_triton import facts, step_shard
+
+    device = "cuda" if GPU else "cpu"
+    betas, count = (0.9, 0.95), 5000
+    ours = [random(count, seed=s).to(device) for s in range(2)] + [torch.zeros(count, device=device) for _ in range(2)]
+    theirs = [x.clone() for x in ours]
+    model, step = torch.zeros(count, dtype=torch.bfloat16, device=device), torch.zeros((), device=device)
+    scale = None if divisor is None else torch.tensor(divisor, device=device)
+    for update, skipped in enumerate([0.0, 0.0, 1.0, 0.0]):
+        skip = torch.tensor(skipped, device=device)
+        for held in (ours[1], theirs[1]):  # PyTorch leaves the gradient divided
+            held.copy_(random(count, seed=10 + update))
+        before = [x.clone() for x in ours]
+        step += 1.0 - skip
+        step_shard(ours[0], ours[1], (ours[2], ours[3]), model, facts(skip, scale, step, betas), 0.1, 0.01, betas, 1e-8)
+        options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.01, "eps": 1e-8}
+        torch._fused_adamw_(
+            *([x] for x in theirs), [], [step], **options, amsgrad=False, maximize=False,
+            grad_scale=scale, found_inf=skip,
+        )  # fmt: skip
+        for place in (0, 2, 3):
+            torch.testing.assert_close(ours[place], theirs[place], rtol=1e-5, atol=1e-6)
+            assert torch.equal(ours[place], before[place]) == bool(skipped)
+        # The interpreter cuts bfloat16 off in place of rounding.
+        torch.testing.assert_close(model, ours[0].to(model.dtype), rtol=0.0 if GPU else 0.01, atol=0.0 if GPU else 1e-3)
