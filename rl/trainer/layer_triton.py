@@ -1,7 +1,7 @@
 """The operations of ``rl.trainer.layer_kernels`` as Triton kernels: each reads its inputs and writes its outputs once.
 
-A compiler that has to serve any number of tokens computes 64-bit quotients for each element here, and reads twice what
-two halves share. These take the number of tokens as an argument and everything else as a constant: one kernel a model.
+Compiled by Inductor for any number of tokens, the same operations ran at a quarter to a tenth of an H200's memory speed
+(docs/performance.md). These take the number of tokens as an argument and all else as constants: one kernel a model.
 """
 
 # ruff: noqa: ANN001, ANN202  (a kernel's arguments are typed when it is compiled)
