@@ -1,6 +1,6 @@
 """Does parallel distillation teach? Twelve experts, one student, a few seeds; and a skill that a later stage lost.
 
-    python -m benchmarks.opd --out runs/opd_proof [--seeds 0 1 2] [--steps 200] [--mode full_vocab]
+    python -m benchmarks.opd --out runs/opd_proof [--seeds 0 1 2] [--steps 450] [--mode full_vocab]
 
 Everything is a stage of the product (``train.py``), on the CPU, with the demo's 100k-parameter model and the task
 words:
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.opd", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/opd_proof"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=200, help="updates of a student")
+    parser.add_argument("--steps", type=int, default=450, help="updates of a student")
     parser.add_argument("--mode", default="full_vocab", choices=["sampled", "top_k", "full_vocab"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     arguments = parser.parse_args(argv)
