@@ -1,10 +1,6 @@
 """Loss, gradient, log-probs and exported weights of every family do not depend on the layout, which may also change
 when a checkpoint is resumed from."""
 
-import subprocess
-import sys
-import time
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,9 +8,9 @@ from safetensors.torch import load_file
 from rl.trainer.config import ParallelConfig, TrainerConfig
 from rl.trainer.families.base import UnsupportedModelError
 from rl.trainer.model import read_hf_config, transformer_config
-from rollout.processes import free_port
 from tests.trainer.common import Ratio, assert_close, capture_update, make_trajectories, with_routed_experts
 from tests.trainer.family_ranks import CASES, LAYERS, TOP_K, train_indexer
+from tests.trainer.launched import run_ranks
 from tests.trainer.models import save_model
 
 USED = sorted({model for model, _ in CASES.values()})
@@ -30,27 +26,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(models, tmp_path_factory):
-    output = tmp_path_factory.mktemp("ranks")
-    ports = ",".join(str(free_port()) for _ in CASES)
-    command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.family_ranks"]
-    logs = [(output / f"{rank}.log").open("w") for rank in range(2)]
-    processes = [
-        subprocess.Popen([*command, str(rank), ports, str(models), str(output)], stdout=log, stderr=subprocess.STDOUT)
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        deadline = time.monotonic() + 200
-        while (codes := [process.poll() for process in processes]) != [0, 0]:
-            assert time.monotonic() < deadline, "the ranks take too long"
-            if any(codes):  # the other one waits in vain
-                break
-            time.sleep(0.2)
-    finally:
-        for process, opened in zip(processes, logs, strict=True):
-            process.kill()
-            opened.close()
-    assert codes == [0, 0], (output / "0.log").read_text()[-3000:] + (output / "1.log").read_text()[-3000:]
-    return {name: torch.load(output / f"{name}.pt", weights_only=False) for name in CASES}
+    return run_ranks("tests.trainer.family_ranks", CASES, models, tmp_path_factory.mktemp("ranks"), timeout_s=240)
 
 
 @pytest.mark.parametrize("model", USED)

@@ -1,17 +1,13 @@
 """Loss and gradient with teachers do not depend on the layout, in any mode; one store holds the shards of several."""
 
 import shutil
-import subprocess
-import sys
-import time
 
 import pytest
-import torch
 
 from rl.fresh_model import FreshModel, create_model
-from rollout.processes import free_port
 from teachers.store import TeacherStore
 from tests.trainer.common import assert_close
+from tests.trainer.launched import run_ranks
 from tests.trainer.teacher_ranks import LAYOUTS, MODES, TEACHERS, go_through
 
 
@@ -31,27 +27,7 @@ def output(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(models, output):
-    """What rank 0 found in each layout."""
-    ports = ",".join(str(free_port()) for _ in LAYOUTS)
-    command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.teacher_ranks"]
-    logs = [(output / f"{rank}.log").open("w") for rank in range(2)]
-    processes = [
-        subprocess.Popen([*command, str(rank), ports, str(models), str(output)], stdout=log, stderr=subprocess.STDOUT)
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        deadline = time.monotonic() + 240
-        while (codes := [process.poll() for process in processes]) != [0, 0]:
-            assert time.monotonic() < deadline, "the ranks take too long"
-            if any(codes):  # the other one waits in vain
-                break
-            time.sleep(0.2)
-    finally:
-        for process, opened in zip(processes, logs, strict=True):
-            process.kill()
-            opened.close()
-    assert codes == [0, 0], (output / "0.log").read_text()[-3000:] + (output / "1.log").read_text()[-3000:]
-    return {name: torch.load(output / f"{name}.pt", weights_only=False) for name in LAYOUTS}
+    return run_ranks("tests.trainer.teacher_ranks", LAYOUTS, models, output, timeout_s=240)
 
 
 def test_layouts_learn_the_same_from_their_teachers(ranks, models, session_worker, tmp_path):
