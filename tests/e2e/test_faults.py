@@ -73,21 +73,24 @@ def test_a_lost_task_server_fails_the_run_by_name_and_ends_it(launch):
 
 
 def test_an_engine_that_does_not_start_is_named_with_the_end_of_its_log(launch):
-    run = launch("refused", *LONG, "+engine.extra_args={no-such-flag: 1}")
-    assert run.wait(120) == EXIT_FAILED
+    run = launch("refused", *LONG, "+engine.extra_args={quantization: awq}")  # which these weights are not in
+    assert run.wait() == EXIT_FAILED
     said = run.text()
     assert "run failed: engine-0" in said
-    assert "unrecognized arguments: --no-such-flag" in said
-    assert "Traceback" not in said
+    assert "quantization" in said
     assert run.survivors() == []
 
 
-def test_a_lost_engine_fails_the_run_by_name_and_ends_it(launch):
-    run = launch("engine", *LONG, "rollout.max_failures_in_a_row=8")
+def test_a_lost_engine_starts_again_and_the_run_goes_on_until_it_is_lost_too_often(launch):
+    run = launch("engine", *LONG, "rollout.max_failures_in_a_row=8", "+engine.recovery.max_restarts=1")
     run.wait_for_step(1)
     for server in run.find("rollout.engine.cpu_launch"):
         server.kill()
-    assert run.wait(120) == EXIT_FAILED
-    assert "lost engine-0" in run.text()
-    assert "run failed: " in run.text()
+    run.wait_for_step(max(row["step"] for row in run.rows() if row["phase"] == "rl") + 2)
+    for server in run.find("rollout.engine.cpu_launch"):
+        server.kill()
+    assert run.wait() == EXIT_FAILED
+    said = run.text()
+    assert "engine-0 takes requests" in said
+    assert "run failed: " in said
     assert run.survivors() == []
