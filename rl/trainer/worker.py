@@ -238,14 +238,9 @@ class TrainerWorker:
             norm = loaded.optimizer.start(lr, unread.loss())
         with watch.phase("report"):
             report = unread.read()
-            loss, gap_max, gap_mean = (_pop(report, name) for name in (LOSS, GAP_MAX, GAP_MEAN))
+            loss, gap_max, gap_mean = (_pop(report, key) for key in (LOSS, GAP_MAX, GAP_MEAN))
             facts = f"{name}: loss {loss}, lr {lr}, {len(trained)} samples, {tokens} tokens"
-            if loss is None or not math.isfinite(loss):
-                raise NonFiniteUpdateError(facts)
-            try:
-                grad_norm = loaded.optimizer.check(norm)
-            except NonFiniteUpdateError as error:
-                raise NonFiniteUpdateError(f"{facts}, {error}") from error
+            loss, grad_norm = self._checked(loss, norm, facts)
         loaded.steps += 1
         return UpdateResult(
             step=loaded.steps,
@@ -262,6 +257,19 @@ class TrainerWorker:
             micro_batches=len(micro_batches),
             seconds=watch.read(),
         )
+
+    def _checked(self, loss: float | None, norm: Tensor, facts: str) -> tuple[float, float]:
+        """Loss and gradient norm of a step that was taken.
+
+        Raises:
+            NonFiniteUpdateError: one of them is not finite, so that the step changed nothing.
+        """
+        if loss is None or not math.isfinite(loss):
+            raise NonFiniteUpdateError(facts)
+        try:
+            return loss, self.loaded.optimizer.check(norm)
+        except NonFiniteUpdateError as error:
+            raise NonFiniteUpdateError(f"{facts}, {error}") from error
 
     def plan(self, batch: TrainBatch, samples: Sequence[int], budget: int | None = None) -> tuple[list[list[int]], int]:
         """This data-parallel rank's micro-batches of these samples, and the tokens of all of them.

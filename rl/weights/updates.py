@@ -7,6 +7,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from rl.weights.publishing import Source, WeightPublisher
 from rl.weights.serialize import directory_shapes
 from rollout.engine.fleet import UNKNOWN, EngineFleet
 from rollout.engine.launch import server_specs
-from rollout.processes import ManagedProcess, ProcessRegistry, free_ports
+from rollout.processes import ManagedProcess, ProcessError, ProcessRegistry, free_ports
 
 RECEIVER_START_S = 60.0
 POLL_S = 0.2
@@ -157,10 +158,13 @@ async def _receivers(
         command += ["--copies", str(copies), "--port", str(port)]
         processes.append(registry.start(name, command, logs / f"{name}.log", grace_s=3.0))
         urls[engine.url] = f"http://127.0.0.1:{port}"
-    async with aiohttp.ClientSession() as session, asyncio.timeout(RECEIVER_START_S):
+    deadline = time.monotonic() + RECEIVER_START_S
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=RECEIVER_START_S)) as session:
         for url, process in zip(urls.values(), processes, strict=True):
             while not await _answers(session, url):
                 process.check()
+                if time.monotonic() > deadline:
+                    raise ProcessError(f"no answer from {url} within {RECEIVER_START_S:g} s; see {process.log_path}")
                 await asyncio.sleep(POLL_S)
     return urls
 
@@ -169,5 +173,5 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
     try:
         async with session.get(f"{url}/versions") as response:
             return response.status == 200
-    except aiohttp.ClientError:
+    except (aiohttp.ClientError, TimeoutError):
         return False
