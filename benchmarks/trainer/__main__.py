@@ -29,7 +29,7 @@ platform.install()
 # ruff: noqa: E402  (Megatron needs the platform installed first)
 from benchmarks.trainer import sides
 from benchmarks.trainer.head import head_section
-from benchmarks.trainer.measure import in_use, matmul_flops, peak_bytes, seconds, settle
+from benchmarks.trainer.measure import consecutive_seconds, in_use, matmul_flops, peak_bytes, seconds, settle
 from benchmarks.trainer.shapes import Shape, shapes, write_model
 
 BASELINE_MFU = 0.176
@@ -38,6 +38,8 @@ BAR_TRL, BAR_HF, BAR_MFU = 1.3, 1.0, 1.5 * BASELINE_MFU
 BAR_HEAD_MEMORY, BAR_HEAD_TIME = 0.25, 1.7
 WARMUP = 3
 GAPS = 15
+Started = tuple[sides.Step, dict[str, float]]
+"""A side's step, and what its first one gave."""
 PROFILED = 2
 """Shapes, from the first on, that the head comes after and that ``--profile`` looks into."""
 
@@ -73,11 +75,11 @@ def _step_section(shape: Shape, worker: sides.TrainerWorker, device: str, peak_f
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "model"
         write_model(shape, directory, torch.bfloat16 if device == "cuda" else torch.float32, device)
-        makers: dict[str, Callable[[], sides.Step]] = {
+        makers: dict[str, Callable[[], Started]] = {
             "ours": lambda: _first_that_runs(worker, shape, directory),
-            "hf": lambda: sides.hugging_face(shape, directory, device),
-            "trl": lambda: sides.trl(shape, directory, device, checkpointing=False),
-            "trl, default": lambda: sides.trl(shape, directory, device, checkpointing=True),
+            "hf": lambda: _started(sides.hugging_face(shape, directory, device)),
+            "trl": lambda: _started(sides.trl(shape, directory, device, checkpointing=False)),
+            "trl, default": lambda: _started(sides.trl(shape, directory, device, checkpointing=True)),
         }
         result: dict[str, Any] = {"tokens": shape.tokens, "scored": shape.scored, "flops": shape.flops(), "sides": {}}
         steps: dict[str, sides.Step] = {}
@@ -86,8 +88,7 @@ def _step_section(shape: Shape, worker: sides.TrainerWorker, device: str, peak_f
             side = result["sides"][name] = {}
             try:
                 begin, before = time.perf_counter(), in_use()
-                steps[name] = make()
-                side["first_step"] = steps[name]()
+                steps[name], side["first_step"] = make()
                 for _ in range(WARMUP):
                     steps[name]()
                 side["step_bytes"] = peak_bytes(steps[name])
@@ -100,7 +101,7 @@ def _step_section(shape: Shape, worker: sides.TrainerWorker, device: str, peak_f
         times: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(shape.repeats):
             for name, step in steps.items():
-                times[name].append(seconds(step))
+                times[name] += consecutive_seconds(step)
         for name, taken in times.items():
             side, median = result["sides"][name], statistics.median(taken)
             side |= {"seconds": median, "fastest": min(taken), "tokens_per_second": shape.tokens / median}
@@ -110,16 +111,18 @@ def _step_section(shape: Shape, worker: sides.TrainerWorker, device: str, peak_f
         return result
 
 
-def _first_that_runs(worker: sides.TrainerWorker, shape: Shape, directory: Path) -> sides.Step:
+def _started(step: sides.Step) -> Started:
+    return step, step()
+
+
+def _first_that_runs(worker: sides.TrainerWorker, shape: Shape, directory: Path) -> Started:
     """Of a shape's variants; what was wrong with those before it is printed."""
     for variant in shape.variants[:-1]:
         try:
-            step = sides.ours(worker, shape, directory, variant)
-            step()
-            return step
+            return _started(sides.ours(worker, shape, directory, variant))
         except Exception:  # noqa: BLE001  (the next one is tried)
             print(f"{shape.name}, {variant.name}:\n{traceback.format_exc()}", flush=True)
-    return sides.ours(worker, shape, directory, shape.variants[-1])
+    return _started(sides.ours(worker, shape, directory, shape.variants[-1]))
 
 
 def _compare(result: dict[str, Any]) -> None:
@@ -142,7 +145,7 @@ def _variants(shape: Shape, worker: sides.TrainerWorker, device: str, peak_flops
                 for _ in range(WARMUP):
                     found["warmed_up"] = step()
                 found["warmup_seconds"] = round(time.perf_counter() - begin, 1)
-                found["seconds"] = statistics.median(seconds(step) for _ in range(shape.repeats))
+                found["seconds"] = statistics.median(t for _ in range(shape.repeats) for t in consecutive_seconds(step))
                 if peak_flops:
                     found["mfu"] = shape.flops() / found["seconds"] / peak_flops
             except Exception:  # noqa: BLE001  (as above)
@@ -154,7 +157,7 @@ def _profile(shape: Shape, worker: sides.TrainerWorker, device: str) -> dict[str
     """Where our step's time goes: its phases, how long the device is busy, and the most expensive operations."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(shape, Path(folder) / "model", torch.bfloat16 if device == "cuda" else torch.float32, device)
-        step = _first_that_runs(worker, shape, Path(folder) / "model")
+        step, _ = _first_that_runs(worker, shape, Path(folder) / "model")
         for _ in range(WARMUP):
             step()
         phases = dict(worker.update(sides.trajectories(shape), 0, sides.objective()).seconds)

@@ -31,6 +31,15 @@ def seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+STEPS = 3
+
+
+def consecutive_seconds(action: Callable[[], object]) -> list[float]:
+    """Of a few in a row, as in training, after one that meets what was run before it in the caches."""
+    action()
+    return [seconds(action) for _ in range(STEPS)]
+
+
 def median_seconds(action: Callable[[], object], repeats: int, warmup: int = 2) -> float:
     for _ in range(warmup):
         action()

@@ -19,12 +19,13 @@ class Variant:
 
     layers_per_graph: int = 1
     cuda_graphs: bool = False
-    layer_kernels: str = "compiled"
-    optimizer_kernel: str = "torch"
+    layer_kernels: str = "triton"
+    optimizer_kernel: str = "triton"
 
     @property
     def name(self) -> str:
-        layers = "Triton" if self.layer_kernels == "triton" else f"{self.layers_per_graph} layer(s) compiled"
+        written = self.cuda_graphs and self.layer_kernels == "triton"
+        layers = "Triton" if written else f"{self.layers_per_graph} layer(s) compiled"
         graphs = "CUDA graphs" if self.cuda_graphs else "no CUDA graphs"
         return f"{layers}, {graphs}, Adam of {self.optimizer_kernel}"
 
@@ -38,6 +39,7 @@ class Shape:
     lengths: tuple[int, ...]
     """Tokens of each sample; a quarter of each is its prompt. Groups of four samples share one."""
     repeats: int
+    """Rounds of measured steps; in each, every side makes ``measure.STEPS`` in a row."""
     variants: tuple[Variant, ...] = (Variant(),)
     """Of ours; the first that runs is the one that is compared with the others."""
 
@@ -125,19 +127,22 @@ def shapes(device: str) -> list[Shape]:
     """In the order in which they are run: what the bars ask for comes first."""
     if device == "cpu":
         return [
-            Shape("demo, even", _small(2, 64, 101), SMALL_EVEN, 15),
-            Shape("demo, ragged", _small(2, 64, 101), SMALL_RAGGED, 15),
-            Shape("small, even", _small(4, 256, 4096), SMALL_EVEN, 7),
+            Shape("demo, even", _small(2, 64, 101), SMALL_EVEN, 5),
+            Shape("demo, ragged", _small(2, 64, 101), SMALL_RAGGED, 7),
+            Shape("small, even", _small(4, 256, 4096), SMALL_EVEN, 5),
             Shape("small, ragged", _small(4, 256, 4096), SMALL_RAGGED, 7),
         ]
-    written = (Variant(1, True, "triton", "triton"), Variant(1, True, "triton"))
-    small, large = (*written, Variant(6, True)), (*written, Variant(1, True))
+    written = (Variant(cuda_graphs=True), Variant(cuda_graphs=True, optimizer_kernel="torch"))
+    small, large = (
+        (*written, Variant(layers, cuda_graphs=True, layer_kernels="compiled", optimizer_kernel="torch"))
+        for layers in (6, 1)
+    )
     return [
-        Shape("SmolLM2-135M-like, even", _smollm2(), EVEN, 10, small),
-        Shape("1B, even", _one_billion(), EVEN, 6, large),
-        Shape("SmolLM2-135M-like, ragged", _smollm2(), RAGGED, 10, small[:2]),
-        Shape("1B, ragged", _one_billion(), RAGGED, 6, large[:2]),
-        Shape("demo, even", _small(2, 64, 101), SMALL_EVEN, 10, written),
+        Shape("SmolLM2-135M-like, even", _smollm2(), EVEN, 5, small),
+        Shape("1B, even", _one_billion(), EVEN, 4, large),
+        Shape("SmolLM2-135M-like, ragged", _smollm2(), RAGGED, 5, small[:2]),
+        Shape("1B, ragged", _one_billion(), RAGGED, 3, large[:2]),
+        Shape("demo, even", _small(2, 64, 101), SMALL_EVEN, 5, written),
     ]
 
 

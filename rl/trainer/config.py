@@ -95,11 +95,11 @@ class TrainerConfig(BaseModel):
     cuda_graphs: bool = False
     """Replay the dense layers, forward and backward, as CUDA graphs, one for each of a few sizes of micro-batch, where
     they run as whole layers (bfloat16 on CUDA). Each size takes a second or two when it first comes."""
-    layer_kernels: Literal["compiled", "triton"] = "compiled"
-    """Of the layers in CUDA graphs: fused by a compiler, which takes a minute for a large model, or written out with
-    kernels in Triton, which take seconds. A model of another kind than dense layers is compiled."""
-    optimizer_kernel: Literal["torch", "triton"] = "torch"
-    """Adam's on CUDA: PyTorch's, or ours, which writes the model's weights in the same pass."""
+    layer_kernels: Literal["triton", "compiled"] = "triton"
+    """Of the layers in CUDA graphs: written out with kernels in Triton, which start in seconds, or fused by a compiler,
+    which takes a minute for a large model. Layers outside of graphs are compiled."""
+    optimizer_kernel: Literal["triton", "torch"] = "triton"
+    """Adam's on CUDA: ours, which writes the model's weights in the same pass, or PyTorch's."""
     seed: int = Field(0, ge=0, lt=2**31)
     digest_gradients: bool = False
     """Log a hash of each update's gradient, to compare runs bit by bit; it reads every gradient once."""
@@ -129,8 +129,6 @@ class TrainerConfig(BaseModel):
         parallel = self.parallel
         if self.cuda_graphs and (self.recompute or max(parallel.tensor, parallel.pipeline, parallel.context) > 1):
             raise ValueError("cuda_graphs needs recompute = false and tensor = pipeline = context = 1")
-        if self.layer_kernels == "triton" and not self.cuda_graphs:
-            raise ValueError("layer_kernels = triton needs cuda_graphs = true")
         return self
 
     @property

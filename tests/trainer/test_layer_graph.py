@@ -4,6 +4,7 @@ actions that are simply done again, on the same tensors; on a GPU, the graphs th
 import functools
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -118,11 +119,6 @@ def test_layouts_that_graphs_cannot_hold_are_refused(options):
         TrainerConfig(cuda_graphs=True, **options)
 
 
-def test_kernels_of_the_recorded_layers_alone_are_refused():
-    with pytest.raises(ValueError, match="layer_kernels = triton needs cuda_graphs"):
-        TrainerConfig(layer_kernels="triton")
-
-
 def attention_of_each_sample(query, key, value, query_edges, key_edges, longest_query, longest_key, scale):
     """What ``flash_attention`` computes, by a loop."""
     outputs = []
@@ -163,8 +159,12 @@ def backward_of_each_sample(gradient, query, key, value, output, kept, edges, lo
 
 @pytest.mark.parametrize(
     "options",
-    [{"layers_per_graph": 1}, {"layers_per_graph": 3}, {"layer_kernels": "triton"}],
-    ids=lambda options: str(*options.values()),
+    [
+        {"layer_kernels": "compiled", "layers_per_graph": 1},
+        {"layer_kernels": "compiled", "layers_per_graph": 3},
+        {"layer_kernels": "triton"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
 )
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_updates_through_recordings_are_the_same(worker, model_dir, tmp_path, monkeypatch, options, family):
@@ -204,15 +204,16 @@ def build_layout_flash(original, *arguments, **options):
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kernels", ["triton", "compiled"])
-def test_cuda_graphs_equal_the_layers_on_the_gpu(worker, model_dir, kernels):
-    """Other addresses, tokens padded: equal up to bfloat16's rounding. Also after offloading."""
+def test_cuda_graphs_are_as_exact_as_the_layers_on_the_gpu(worker, model_dir, kernels):
+    """Other addresses, tokens padded, other orders of sums: as near to fp32 as the layers themselves in bfloat16. Also
+    after offloading."""
     trajectories = make_trajectories()
-    results = []
-    for graphs in (False, True):
+
+    def trained(dtype, graphs):
         changes = {
-            "dtype": "bfloat16",
+            "dtype": dtype,
             "cuda_graphs": graphs,
-            "layer_kernels": kernels if graphs else "compiled",
+            "layer_kernels": kernels,
             "max_tokens_per_micro_batch": 100,
         }
         worker.config = worker.config.model_copy(update=changes)
@@ -221,11 +222,16 @@ def test_cuda_graphs_equal_the_layers_on_the_gpu(worker, model_dir, kernels):
         worker.offload()
         worker.onload()
         steps.append(worker.update(trajectories, 0, Ratio()))
-        results.append([*(x for step in steps for x in (step.loss, step.grad_norm)), worker.logprobs(trajectories)])
         captain = worker.loaded.model.decoder.layers[0]
         assert bool(captain._graphs and captain._graphs._recorded) == graphs
-    *plain, plain_logprobs = results[0]
-    *graphed, graphed_logprobs = results[1]
+        figures = [figure for step in steps for figure in (step.loss, step.grad_norm)]
+        return figures, np.concatenate(worker.logprobs(trajectories))
+
+    _, exact_logprobs = trained("float32", False)
+    plain, plain_logprobs = trained("bfloat16", False)
+    graphed, graphed_logprobs = trained("bfloat16", True)
     assert graphed == pytest.approx(plain, rel=0.02)
-    for a, b in zip(graphed_logprobs, plain_logprobs, strict=True):
-        assert abs(a - b).max() < 0.05
+    rounding = np.abs(plain_logprobs - exact_logprobs)
+    found = np.abs(graphed_logprobs - exact_logprobs)
+    assert found.mean() < 1.3 * rounding.mean()
+    assert found.max() < 2 * rounding.max()
