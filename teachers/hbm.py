@@ -13,6 +13,7 @@ from torch import Tensor
 
 from teachers import codec
 from teachers.device import Image
+from teachers.errors import TierFullError
 from teachers.residency import Residency
 from teachers.shard import StoredShard
 
@@ -91,6 +92,21 @@ class HbmTier:
         self.books.release(name)
         self.books.drop(name)
 
+    def take_all(self) -> list[tuple[str, Image]]:
+        """Forget every image, and the spare buffers: whoever is given the images frees them.
+
+        Raises:
+            TierFullError: some are in use.
+        """
+        if leased := self.books.leased:
+            raise TierFullError(f"GPU memory for teachers can't be given away: {sorted(leased)} are in use")
+        images = list(self.images.items())
+        for name in self.books.resident:
+            self.books.drop(name)
+        self.clear()
+        return images
+
     def clear(self) -> None:
+        self.ready.clear()
         self.images.clear()
         self._spare.clear()

@@ -58,6 +58,8 @@ class Movers:
         self._moving: set[str] = set()
         self._fatal: BaseException | None = None
         self._closed = False
+        self._away = False
+        """GPU memory for teachers is somebody else's just now."""
         self._threads = [
             threading.Thread(target=self._move, args=("disk", self._next_read), name="teachers: disk", daemon=True),
             threading.Thread(target=self._move, args=("device", self._next_copy), name="teachers: device", daemon=True),
@@ -76,7 +78,51 @@ class Movers:
         self.hbm.clear()
         self.pinned.arena.close()
 
+    def offload(self) -> int:
+        """See ``TierManager.offload``."""
+        with self.changed:
+            if self._away:
+                return 0
+            self._away = True  # no copy begins from here on
+            try:
+                if self._wanted:
+                    raise TierFullError(f"GPU memory for teachers can't be given away: {self._wanted} are waited for")
+                while "device" in self._moving:
+                    self._check_alive("offload")
+                    self.changed.wait(LOOK_SECONDS)
+                gained = self.hbm.allocated_bytes
+                images = self.hbm.take_all()
+            except TeacherError:
+                self._away = False
+                self.changed.notify_all()
+                raise
+            upcoming = self.hbm.books.upcoming
+            images.sort(key=lambda item: upcoming.index(item[0]) if item[0] in upcoming else len(upcoming))
+            demoted = {name for name, _ in images if self._may_demote(name, ())}
+        for name, image in images:
+            image.wait_unused()
+            if name in demoted:
+                self._demote(name, image)
+        images.clear()
+        with self.changed:
+            self.changed.notify_all()
+        return gained
+
+    def onload(self) -> None:
+        """See ``TierManager.onload``."""
+        with self.changed:
+            self._away = False
+            self.changed.notify_all()
+
     # Under the lock.
+
+    def _check_alive(self, who: str) -> None:
+        """
+        Raises:
+            TeacherError: nothing is moved any more.
+        """
+        if self._fatal is not None or self._closed:
+            raise TeacherError(f"{who}: the tiers were closed, or a mover failed") from self._fatal
 
     def sources(self, teacher: str) -> list[str]:
         """Stored images that its weights are made of."""
@@ -105,6 +151,8 @@ class Movers:
         Raises:
             TeacherError: it can't be loaded.
         """
+        if self._away:
+            raise TeacherError(f"teacher {teacher}: GPU memory for teachers was given away; take it back with onload")
         started = time.perf_counter()
         for name in self.sources(teacher):
             self._errors.pop(name, None)
@@ -118,8 +166,7 @@ class Movers:
                 error = self._failed(teacher)
                 if error is not None:
                     raise error
-                if self._fatal is not None or self._closed:
-                    raise TeacherError(f"teacher {teacher}: the tiers were closed, or a mover failed") from self._fatal
+                self._check_alive(f"teacher {teacher}")
                 self.changed.wait(LOOK_SECONDS)
         finally:
             self._wanted.remove(teacher)
@@ -163,6 +210,8 @@ class Movers:
         return None
 
     def _next_copy(self) -> Job | None:
+        if self._away:
+            return None
         for teacher in self._upcoming():
             if teacher in self.hbm.books.resident or not self.hbm.fits(teacher) or self._failed(teacher) is not None:
                 continue

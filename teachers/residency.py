@@ -63,6 +63,10 @@ class Residency:
         return sum(self.sizes[teacher] for teacher in self._resident)
 
     @property
+    def leased(self) -> frozenset[str]:
+        return frozenset(name for name in self._resident if self._leases[name])
+
+    @property
     def upcoming(self) -> tuple[str, ...]:
         """The schedule from here on, each teacher once."""
         return tuple(dict.fromkeys(self._schedule))

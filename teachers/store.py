@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,9 @@ class Entry:
     device_bytes: int
     stored_bytes: int
     base: str | None
+    encodings: Mapping[str, int]
+    """Tensors by how they are kept."""
+    meta: Mapping[str, Any]
 
 
 class TeacherStore:
@@ -182,6 +186,8 @@ class TeacherStore:
                     shard.device_bytes,
                     shard.stored_bytes,
                     manifest.base,
+                    _counted(manifest.tensors),
+                    manifest.meta,
                 )
             )
         return entries
@@ -202,6 +208,31 @@ class TeacherStore:
                 path.unlink()
             folder.rmdir()
             sync_folder(self.teachers)
+
+    def forget(self, name: str, shard: str) -> None:
+        """Remove one shard of a teacher, if it is there.
+
+        Raises:
+            TeacherError: it is the base of others.
+        """
+        path = self._manifest_path(name, shard)
+        with self._locked(shared=True):
+            self._refuse_if_base(name, shard)
+            path.unlink(missing_ok=True)
+            if path.parent.is_dir():
+                sync_folder(path.parent)
+
+    def annotate(self, name: str, shard: str, notes: Mapping[str, Any]) -> None:
+        """Add to what is said of a shard (``meta``).
+
+        Raises:
+            TeacherError: there is no such shard, or it is the base of others, which know it by its manifest.
+        """
+        path = self._manifest_path(name, shard)
+        with self._locked(shared=True):
+            manifest = self._read_manifest(path)
+            self._refuse_if_base(name, shard)
+            self._write_manifest(path, dump_manifest(manifest.model_copy(update={"meta": {**manifest.meta, **notes}})))
 
     def names(self) -> tuple[str, ...]:
         return tuple(sorted({path.parent.name for path in self._manifest_paths()}))
@@ -260,14 +291,22 @@ class TeacherStore:
                 known.update(manifest.extents)
         return known
 
-    def exclusively(self) -> contextlib.AbstractContextManager[None]:
-        """Nobody imports inside of this."""
-        return self._locked(shared=False)
+    def exclusively(self, *, wait: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Nobody imports inside of this.
+
+        Raises:
+            TeacherError: somebody does, and ``wait`` is false.
+        """
+        return self._locked(shared=False, wait=wait)
 
     @contextlib.contextmanager
-    def _locked(self, *, shared: bool) -> Iterator[None]:
-        with (self.root / ".lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+    def _locked(self, *, shared: bool, wait: bool = True) -> Iterator[None]:
+        path = self.root / ".lock"
+        with path.open("a") as file:
+            try:
+                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError as error:
+                raise TeacherError(f"{self.root} is being imported to just now ({path} is locked)") from error
             yield
 
 
@@ -375,13 +414,16 @@ class _Importer:
         )
 
     def summary(self, entries: list[StoredTensor]) -> Added:
-        kinds = [entry.encoding for entry in entries]
         return Added(
             tensor_bytes=sum(entry.nbytes for entry in entries),
             new_bytes=self.new_bytes,
-            encodings={kind: kinds.count(kind) for kind in sorted(set(kinds))},
+            encodings=_counted(entries),
             fp8_error=max((entry.error for entry in entries), default=0.0),
         )
+
+
+def _counted(tensors: Sequence[StoredTensor]) -> dict[str, int]:
+    return dict(sorted(Counter(tensor.encoding for tensor in tensors).items()))
 
 
 def read_extent(teacher: str, packs: Path, extent: Extent) -> Tensor:

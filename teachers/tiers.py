@@ -182,9 +182,34 @@ class TierManager:
                     raise
             movers.changed.wait(LOOK_SECONDS)
 
+    def offload(self) -> int:
+        """Give the device's memory away, all of it; returns the bytes that it gained. What is worth its place goes to
+        pinned memory, where the next teachers are read meanwhile. Until ``onload`` no lease is given. Idempotent.
+
+        Raises:
+            TierFullError: a teacher is leased, or waited for; nothing has changed.
+        """
+        gained = self._movers.offload()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # torch keeps what is freed; another process is to have it
+        return gained
+
+    def onload(self) -> None:
+        """The device's memory may be used again; what comes next on the plan is copied there. Idempotent."""
+        self._movers.onload()
+
     def stats(self) -> TierStats:
         with self._movers.changed:
             return self._movers.stats.snapshot()
+
+    def streams(self, teacher: str) -> bool:
+        """Is it larger than the tier in GPU memory, so that only ``layers`` can lease it?"""
+        return not self._movers.hbm.fits(teacher)
+
+    def stream_bytes(self, teacher: str) -> tuple[int, int]:
+        """What its two buffers take, and what the tier has for them."""
+        hbm = self._movers.hbm
+        return 2 * hbm.largest_group(self.shards[teacher]), hbm.capacity
 
     @property
     def in_hbm(self) -> frozenset[str]:

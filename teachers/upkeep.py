@@ -116,13 +116,16 @@ class Freed:
     kept: int
 
 
-def gc(store: TeacherStore) -> Freed:
-    """Waits for imports that run.
+def gc(store: TeacherStore, *, wait: bool = True) -> Freed:
+    """
+    Args:
+        wait: for imports that run.
 
     Raises:
         CorruptTeacherError: a manifest is damaged, so nobody knows what it refers to; nothing was freed.
+        TeacherError: an import runs, and ``wait`` is false.
     """
-    with store.exclusively():
+    with store.exclusively(wait=wait):
         used: dict[str, dict[int, int]] = {}
         for _, manifest in store.manifests():
             if isinstance(manifest, CorruptTeacherError):

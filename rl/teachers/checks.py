@@ -11,7 +11,14 @@ from algorithms.types import Algorithm, Need
 from rl.config import ConfigError, RunConfig
 from rl.fresh_model import character_tokenizer
 from rl.teachers.routing import RouteError, Routing
-from rl.teachers.sources import TeacherSource, TeacherSourceError, check_tokenizer, resolve, vocabulary
+from rl.teachers.sources import (
+    TeacherSource,
+    TeacherSourceError,
+    check_tokenizer,
+    resolve_all,
+    vocabulary,
+    with_bases,
+)
 from tasks.protocol import Task
 
 TEACHER_NEEDS = frozenset({Need.TEACHER_LOGPROBS, Need.TEACHER_VIEWS})
@@ -59,9 +66,7 @@ def check_teachers(config: RunConfig, algorithm: Algorithm, tasks: Mapping[str, 
     try:
         for split in ("train", "eval") if config.evaluation.prompts else ("train",):
             routing.check({name: task.prompts(split) for name, task in tasks.items()})
-        sources = tuple(
-            resolve(name, teacher.source) for name, teacher in sorted(config.teachers.items()) if teacher.source
-        )
+        sources = resolve_all(config.teachers, config.distillation)
         _tokenizers(config, sources)
         if Need.TEACHER_VIEWS in algorithm.needs:
             _logits(config, sources)
@@ -109,7 +114,7 @@ def _vocabulary_size(directory: Path) -> int:
 
 def _sizes(config: RunConfig, sources: Iterable[TeacherSource]) -> None:
     """A teacher must fit into pinned memory whole; one that is larger than its GPU memory streams layer by layer."""
-    for source in sources:
+    for source in with_bases(sources):
         least, budget = source.least_bytes(config.trainer), config.distillation.pinned_bytes
         if least > budget:
             raise ConfigError(

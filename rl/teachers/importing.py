@@ -6,8 +6,10 @@ of one host with the same part import it once.
 
 from __future__ import annotations
 
+import logging
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,8 +25,9 @@ from rl.trainer.collective import gather_objects, on_every_rank
 from rl.trainer.config import TrainerConfig
 from rl.trainer.manifest import CheckpointError
 from rl.trainer.piece_planner import PieceLoadPlanner
-from teachers.errors import MissingTeacherError
-from teachers.store import TeacherStore
+from teachers.errors import CorruptTeacherError, MissingTeacherError
+from teachers.shard import StoredShard
+from teachers.store import Added, TeacherStore
 
 platform.install()
 
@@ -34,41 +37,100 @@ from rl.trainer.model import build_chunks
 from rl.trainer.pieces import weight_pieces
 
 FINGERPRINT = "fingerprint"
+Read = Callable[[int], None]
+"""Told the bytes of each tensor that was read."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of every teacher."""
+
+    shard: str
+    mine: bool
+    """Of the ranks of this host with the same part, this one imports it."""
+    first: bool
+    """The first rank of this host."""
+
+    @classmethod
+    def of(cls, config: TrainerConfig) -> Part:
+        """A collective of all ranks."""
+        shard, host, rank = shard_name(config), socket.gethostname(), dist.get_rank()
+        everyone = gather_objects((host, shard))
+        hosts = [name for name, _ in everyone]
+        return cls(shard, everyone.index((host, shard)) == rank, hosts.index(host) == rank)
 
 
 def import_teachers(
-    store: TeacherStore, sources: Sequence[tuple[TeacherSource, TeacherModel]], config: TrainerConfig
+    store: TeacherStore, sources: Sequence[TeacherSource], models: Mapping[str, TeacherModel], part: Part
 ) -> list[str]:
-    """Import what the store does not have yet, or has of other files; returns the names of these. A collective of all
-    ranks.
+    """Import what the store does not have yet, or has of other files or in another form; returns the names of these. A
+    collective of all ranks.
+
+    Args:
+        sources: bases first (``with_bases``).
 
     Raises:
         ImportFailedError, WeightMismatchError, CheckpointError: on every rank; the store has no half of a teacher.
     """
-    shard = shard_name(config)
-    everyone = gather_objects((socket.gethostname(), shard))
-    mine = everyone.index(everyone[dist.get_rank()]) == dist.get_rank()
+    if part.mine:
+        forget_outdated(store, sources, part.shard)
     imported = []
-    for source, model in sources:
+    for source in sources:
 
-        def write(source: TeacherSource = source, model: TeacherModel = model) -> bool:
-            wanted = mine and _fingerprint(store, source.name, shard) != source.fingerprint
-            if wanted:
-                meta = {FINGERPRINT: source.fingerprint, "source": str(source.checkpoint or source.model)}
-                store.add(source.name, shard, _tensors(source, model), meta, replace=True)
-            return wanted
+        def write(source: TeacherSource = source) -> bool:
+            return part.mine and import_part(store, source, models[source.name], part.shard) is not None
 
         if any(on_every_rank(write)):
             imported.append(source.name)
     return imported
 
 
-def _fingerprint(store: TeacherStore, name: str, shard: str) -> str | None:
+def forget_outdated(store: TeacherStore, sources: Sequence[TeacherSource], shard: str) -> None:
+    """Shards that are kept as differences to a base, and will be imported again: the base may be replaced then."""
+    for source in sources:
+        stored = _stored(store, source.name, shard)
+        if stored is not None and stored.manifest.base is not None and stored.meta.get(FINGERPRINT) != source.mark:
+            store.forget(source.name, shard)
+
+
+def import_part(
+    store: TeacherStore, source: TeacherSource, model: TeacherModel, shard: str, read: Read = lambda _: None
+) -> Added | None:
+    """One shard of a teacher, unless the store has it; its base comes before. No collective.
+
+    Raises:
+        ImportFailedError, WeightMismatchError, CheckpointError: the store has no half of a teacher.
+    """
+    stored = _stored(store, source.name, shard)
+    if stored is not None and stored.meta.get(FINGERPRINT) == source.mark:
+        return None
+    return store.add(
+        source.name,
+        shard,
+        _counted(_tensors(source, model), read),
+        {FINGERPRINT: source.mark, "source": str(source.checkpoint or source.model)},
+        base=source.base.name if source.base is not None else None,
+        fp8=source.codec == "fp8",
+        replace=True,
+    )
+
+
+def _stored(store: TeacherStore, name: str, shard: str) -> StoredShard | None:
     try:
-        found: str | None = store.open(name, shard).meta.get(FINGERPRINT)
+        return store.open(name, shard)
     except MissingTeacherError:
         return None
-    return found
+    except CorruptTeacherError as error:
+        log.warning("imported again: %s", error)
+        return None
+
+
+def _counted(tensors: Iterable[tuple[str, Tensor]], read: Read) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        read(tensor.nbytes)
+        yield name, tensor
 
 
 def _tensors(source: TeacherSource, model: TeacherModel) -> Iterator[tuple[str, Tensor]]:

@@ -28,21 +28,6 @@ from rl.trainer.convert import rank_state
 from rl.trainer.model import PolicyModel, build_chunks
 
 OpenGroups = Callable[[], AbstractContextManager[Iterator[tuple[str, Mapping[str, Tensor]]]]]
-NOT_OF_THE_ARCHITECTURE = (
-    "_name_or_path",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "architectures",
-    "use_cache",
-)
-"""Keys of a config that two models of one architecture may differ in."""
-
-
-def architecture(hf: PretrainedConfig) -> str:
-    """Equal for configs whose models have the same code and shapes."""
-    settings = {k: v for k, v in hf.to_dict().items() if k not in NOT_OF_THE_ARCHITECTURE and "token_id" not in k}
-    return repr((hf.architectures, sorted(settings.items(), key=lambda item: item[0])))
 
 
 class _Stage(nn.Module):
@@ -68,7 +53,7 @@ class TeacherModel:
         # Graphs would keep the addresses of one teacher's weights; nothing is trained, so nothing is recomputed.
         changes = {"cuda_graphs": False, "recompute": False, "trained": "model"}
         self.config = config.model_copy(update=changes | ({"layers_per_graph": 1} if streams else {}))
-        self.hf = hf
+        self.hf, self.streams = hf, streams
         self.models = build_chunks(hf, self.config)
         self.stages: list[Any] = []
         self._tensors: dict[str, Tensor] = {}

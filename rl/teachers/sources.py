@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
+from rl.teachers.config import Codec, DistillationConfig, TeacherConfig
 from rl.trainer.config import TrainerConfig
 from rl.trainer.manifest import MANIFEST, CheckpointError, read_manifest
 
 SHOWN = 3
-"""Tokens that a message names."""
+"""Tokens, or keys of a config, that a message names."""
+NOT_OF_THE_ARCHITECTURE = (
+    "_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "architectures",
+    "use_cache",
+)
+"""Keys of a config that two models of one architecture may differ in."""
 
 
 class TeacherSourceError(ValueError):
@@ -33,6 +43,15 @@ class TeacherSource:
     """Differs when the source's files do: names, sizes and times of change."""
     parameters: int
     """Elements of its tensors."""
+    codec: Codec = "exact"
+    base: TeacherSource | None = None
+    """What it is kept as a difference to, where that is smaller."""
+
+    @property
+    def mark(self) -> str:
+        """Differs when what the store should hold of it does."""
+        base = () if self.base is None else (f"on {self.base.name} {self.base.fingerprint}",)
+        return ", ".join([self.fingerprint, *base, *((self.codec,) if self.codec != "exact" else ())])
 
     def least_bytes(self, config: TrainerConfig) -> int:
         """What a rank holds of it at least; the exact size is known once the ranks have cut it."""
@@ -41,12 +60,15 @@ class TeacherSource:
         return self.parameters * (2 if config.dtype == "bfloat16" else 4) // ranks
 
 
-def resolve(name: str, path: Path) -> TeacherSource:
+def resolve(name: str, path: Path, key: str | None = None) -> TeacherSource:
     """
+    Args:
+        key: of the config, for messages.
+
     Raises:
         TeacherSourceError: it is neither an HF directory, nor a finished run's folder, nor a checkpoint.
     """
-    key = f"teachers.{name}.source"
+    key = key or f"teachers.{name}.source"
     path = path.resolve()
     if not path.is_dir():
         raise TeacherSourceError(
@@ -66,6 +88,82 @@ def resolve(name: str, path: Path) -> TeacherSource:
         raise TeacherSourceError(f"{key}: {path} has no *.safetensors file")
     parameters = sum(_elements(key, file) for file in files)
     return TeacherSource(name, path, None, _fingerprint([path / "config.json", *files]), parameters)
+
+
+def resolve_all(teachers: Mapping[str, TeacherConfig], distillation: DistillationConfig) -> tuple[TeacherSource, ...]:
+    """Of all teachers whose weights the run holds, by name, and how each is to be kept.
+
+    Raises:
+        TeacherSourceError: a source or a base can't be one.
+    """
+    plain = {name: resolve(name, teacher.source) for name, teacher in sorted(teachers.items()) if teacher.source}
+    keys = {
+        name: (f"teachers.{name}.base", own)
+        if (own := teachers[name].base)
+        else ("distillation.base", distillation.base)
+        for name in plain
+    }
+    bases: dict[str, TeacherSource] = {}
+    for name, (key, wanted) in keys.items():
+        if wanted is not None and (wanted != name or key != "distillation.base"):
+            bases[name] = _base(name, key, wanted, plain)
+    whole = {base.name for base in bases.values()}
+    kept = []
+    for name, source in plain.items():
+        codec = teachers[name].codec or ("exact" if name in whole else distillation.codec)
+        if name in whole and (codec != "exact" or name in bases):
+            how = f"codec={codec}" if codec != "exact" else f"base={keys[name][1]}"
+            raise TeacherSourceError(
+                f"teachers.{name}: others are kept as differences to it, so it has to be kept whole, and has {how}"
+            )
+        kept.append(replace(source, codec=codec, base=bases.get(name)))
+    return tuple(kept)
+
+
+def _base(name: str, key: str, wanted: str, teachers: Mapping[str, TeacherSource]) -> TeacherSource:
+    if wanted == name:
+        raise TeacherSourceError(f"{key}={wanted}: a teacher can't be its own base; name another, or a source")
+    base = teachers.get(wanted)
+    if base is None:
+        if not Path(wanted).is_dir():
+            known = ", ".join(teachers)
+            raise TeacherSourceError(
+                f"{key}={wanted}: there is neither a teacher of this name with weights in this run ({known}) nor such "
+                "a directory"
+            )
+        found = resolve("base", Path(wanted), key)
+        # Named by what it is: stores are shared, and the base of others can't be replaced.
+        base = replace(found, name=f"base-{found.fingerprint[:12]}")
+    same_architecture(key, teachers[name].model, base.model)
+    return base
+
+
+def with_bases(sources: Iterable[TeacherSource]) -> list[TeacherSource]:
+    """These and what they are kept as differences to, each once, bases first."""
+    sources = list(sources)
+    found = {source.base.name: source.base for source in sources if source.base is not None}
+    found |= {source.name: source for source in sources if source.name not in found}
+    return list(found.values())
+
+
+def architecture(hf: PretrainedConfig) -> dict[str, str]:
+    """Equal for configs whose models have the same code and shapes."""
+    settings = {k: v for k, v in hf.to_dict().items() if k not in NOT_OF_THE_ARCHITECTURE and "token_id" not in k}
+    return {key: repr(value) for key, value in sorted((settings | {"class": hf.architectures}).items())}
+
+
+def same_architecture(key: str, model: Path, base: Path) -> None:
+    """
+    Raises:
+        TeacherSourceError: tensors of the one can't be compared with those of the other.
+    """
+    theirs, ours = (architecture(AutoConfig.from_pretrained(path, local_files_only=True)) for path in (base, model))
+    differing = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
+    if differing:
+        some = ", ".join(f"{name} {theirs.get(name)} in place of {ours.get(name)}" for name in differing[:SHOWN])
+        raise TeacherSourceError(
+            f"{key}: {base} is of another architecture than {model}: {some}; name the model that it was fine-tuned from"
+        )
 
 
 def _of_checkpoint(name: str, key: str, path: Path) -> TeacherSource:

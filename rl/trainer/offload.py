@@ -2,7 +2,8 @@
 
 The tensors stay the same objects: their storage is emptied and filled again, so that every view of it (Megatron's
 parameters are views of one buffer, the optimizer's shards views of those) comes and goes with it. Weights and optimizer
-are copied to host memory. Gradients are not: they are zero at the start of each update.
+are copied to host memory. Gradients are not: they are zero at the start of each update. Teachers' tiers give their
+part of the device away too.
 
 On the CPU the same happens with plain tensors: the copy is then a second one in the same memory.
 """
@@ -10,6 +11,7 @@ On the CPU the same happens with plain tensors: the copy is then a second one in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +27,16 @@ from megatron.core.distributed import DistributedDataParallel
 from rl.trainer.optimizer import MOMENTS, Optimizer
 
 
+class Tiers(Protocol):
+    """Teachers' weights, which know by themselves where else they are kept."""
+
+    def offload(self) -> int:
+        """Leave the device; returns the bytes that it gained."""
+        ...
+
+    def onload(self) -> None: ...
+
+
 class Offload:
     """What of a rank is away. ``close`` frees the host memory, which is otherwise kept for the next time."""
 
@@ -34,22 +46,27 @@ class Offload:
         """Flat tensors on the device, without storage, and their copies."""
         self._empty: list[tuple[torch.UntypedStorage, int]] = []
         """Storages that come back zeroed, and their bytes."""
+        self._tiers: Tiers | None = None
 
     @property
     def away(self) -> bool:
         return bool(self._kept)
 
-    def offload(self, modules: Sequence[DistributedDataParallel], optimizer: Optimizer) -> int:
+    def offload(
+        self, modules: Sequence[DistributedDataParallel], optimizer: Optimizer, tiers: Tiers | None = None
+    ) -> int:
         """Empty the device of these; returns the bytes that it gained. Without effect when they are away already."""
         if self.away:
             return 0
+        gained = tiers.offload() if tiers is not None else 0  # first: it may refuse, and nothing has changed then
+        self._tiers = tiers
         for module in modules:
             module.module.release_graphs()
         kept, zeroed = _storages(modules, optimizer)
         copies = self._memory.copies(kept)
         self._kept = list(zip(kept, copies, strict=True))
         self._empty = [(tensor.untyped_storage(), tensor.untyped_storage().nbytes()) for tensor in zeroed]
-        gained = sum(tensor.untyped_storage().nbytes() for tensor in (*kept, *zeroed))
+        gained += sum(tensor.untyped_storage().nbytes() for tensor in (*kept, *zeroed))
         for tensor in (*kept, *zeroed):
             tensor.untyped_storage().resize_(0)
         if torch.cuda.is_available():
@@ -67,9 +84,12 @@ class Offload:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._kept, self._empty = [], []
+        if self._tiers is not None:
+            self._tiers.onload()
+        self._tiers = None
 
     def close(self) -> None:
-        self._kept, self._empty = [], []
+        self._kept, self._empty, self._tiers = [], [], None
         self._memory.close()
 
 

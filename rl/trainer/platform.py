@@ -176,6 +176,11 @@ def init_distributed(
         world_size=world_size,
         timeout=timeout,
     )
+    init_model_parallel(parallel, timeout_s, seed)
+
+
+def init_model_parallel(parallel: ParallelConfig, timeout_s: float, seed: int) -> None:
+    """Megatron's groups and RNG, in the process group that was joined."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

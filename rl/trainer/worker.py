@@ -411,12 +411,13 @@ class TrainerWorker:
         dist.barrier()
 
     def offload(self) -> int:
-        """Move weights and optimizer to host memory and drop the gradients, so that an engine can have the device;
-        returns the bytes that this rank's device gained. Until ``onload`` nothing else works. Idempotent."""
+        """Move weights and optimizer to host memory, and drop the gradients and the teachers' images, so that an engine
+        can have the device; returns the bytes that this rank's device gained. Until ``onload`` only the teachers' tiers
+        go on, between disk and host memory. Idempotent."""
         loaded = self._loaded
         if loaded is None:
             raise RuntimeError("no model is loaded; call load_model first")
-        return self._offload.offload(loaded.modules, loaded.optimizer)
+        return self._offload.offload(loaded.modules, loaded.optimizer, self._teachers)
 
     def onload(self) -> None:
         """Bring back what ``offload`` moved. Idempotent."""

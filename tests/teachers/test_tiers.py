@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from teachers.errors import MissingTeacherError, TierFullError
+from teachers.errors import MissingTeacherError, TeacherError, TierFullError
 from teachers.store import TeacherStore
 from teachers.tiers import TierManager
 from tests.teachers.made import SHARD, assert_same, finetuned, made_store, weights
@@ -190,6 +190,89 @@ def test_leases_that_leave_no_room_are_an_error_and_not_a_wait_for_ever(made):
     with pytest.raises(MissingTeacherError, match="no teacher t9; there are t1, t2"):
         tiers.plan(["t9"])
     tiers.close()
+
+
+def until(condition):
+    for _ in range(1200):
+        if condition():
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError("it did not happen")
+
+
+def test_offload_frees_the_device_and_reads_ahead_meanwhile_and_onload_copies_what_comes_next(made):
+    store, teachers = made
+    names = ["t1", "t2", "t3", "t4", "t5"]
+    tiers = TierManager(store, SHARD, "cpu", 2 * size(made), 3 * size(made), teachers=names)
+    tiers.plan(["t1", "t2"])
+    for name in ("t1", "t2"):
+        with tiers.lease(name):
+            pass
+    held = tiers.memory()[0]
+    assert tiers.offload() == held == 2 * size(made)
+    assert tiers.offload() == 0
+    assert tiers.memory()[0] == 0
+    assert tiers.in_hbm == set()
+    assert {"t1", "t2"} <= tiers.in_pinned  # what was on the device did not get lost
+    tiers.plan(["t4", "t5", "t1"])
+    until(lambda: tiers.in_pinned == {"t1", "t4", "t5"})
+    with pytest.raises(TeacherError, match="teacher t4: GPU memory for teachers was given away"), tiers.lease("t4"):
+        pass
+    assert tiers.memory()[0] == 0
+    tiers.onload()
+    until(lambda: tiers.in_hbm == {"t4", "t5"})
+    for name in ("t4", "t5", "t1", "t3"):
+        with tiers.lease(name) as views:
+            assert_same(views, teachers[name])
+    tiers.close()
+
+
+def test_offload_is_refused_while_a_teacher_is_leased_or_streams(made):
+    store, teachers = made
+    tiers = TierManager(store, SHARD, "cpu", 2 * size(made), 3 * size(made), teachers=["t1"])
+    with tiers.lease("t1") as views:
+        with pytest.raises(TierFullError, match=r"can't be given away: \['t1'\] are in use"):
+            tiers.offload()
+        assert_same(views, teachers["t1"])
+    with tiers.lease("t1"):
+        pass  # it was refused as a whole
+    assert tiers.offload() > 0
+    tiers.close()
+    tiers = TierManager(store, SHARD, "cpu", int(0.8 * size(made)), 3 * size(made), teachers=["t1"])
+    with tiers.layers("t1") as layers:
+        next(layers)
+        with pytest.raises(TierFullError, match="stream of t1"):
+            tiers.offload()
+    tiers.offload()
+    assert tiers.memory()[0] == 0
+    tiers.onload()
+    with tiers.layers("t1") as layers:
+        assert len(list(layers)) == len(store.open("t1", SHARD).groups)
+    tiers.close()
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_the_bits_are_right_whenever_the_device_was_away(made, data):
+    store, teachers = made
+    names = sorted(teachers)
+    steps = data.draw(st.lists(st.one_of(st.sampled_from(names), st.just("away")), min_size=1, max_size=14))
+    hbm, pinned = 2 * size(made) + 32 * 192 * 64, int(2.5 * size(made))
+    tiers = Watched(store, SHARD, "cpu", hbm, pinned)
+    try:
+        tiers.plan([step for step in steps if step != "away"])
+        for step in steps:
+            if step == "away":
+                tiers.offload()
+                assert tiers.memory()[0] == 0
+                tiers.onload()
+                continue
+            with tiers.lease(step) as views:
+                assert_same(views, teachers[step])
+    finally:
+        tiers.close()
+    assert tiers.most[0] <= hbm
+    assert tiers.most[1] <= pinned
 
 
 def test_several_threads_lease_at_once(made):
