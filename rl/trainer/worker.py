@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import math
 import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -137,6 +138,9 @@ class TrainerWorker:
         self._offload.onload()  # what is away belongs to the model that goes
         hf = read_hf_config(hf_dir)
         table = self._check_memory(hf)
+        if self._loaded is not None:
+            self._loaded = None
+            gc.collect()  # Megatron's modules and buffers hold each other; the next model may need their memory
         modules = []
         for model in build_chunks(hf, self.config):
             convert.load_hf(model, hf, hf_dir)

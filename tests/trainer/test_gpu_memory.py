@@ -1,5 +1,7 @@
 """On a GPU: the memory plan against the allocator, and what offloading frees and brings back."""
 
+import gc
+
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -43,6 +45,7 @@ def worker(session_worker, model_dir):
     changes = {"dtype": "bfloat16", "max_tokens_per_micro_batch": TOKENS}
     session_worker.config = config.model_copy(update=changes)
     session_worker._loaded = None  # or the last test's model would count
+    gc.collect()
     torch.cuda.empty_cache()
     yield session_worker
     session_worker.config = config
