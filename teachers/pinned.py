@@ -18,6 +18,11 @@ _WINDOW_BYTES = 64 << 20
 
 
 class PinnedTier:
+    """
+    Raises:
+        TierFullError: a teacher and its base don't fit side by side.
+    """
+
     def __init__(self, budget: int, shards: Mapping[str, StoredShard], reader: DirectReader, register: bool) -> None:
         self.shards, self.reader = shards, reader
         self.arena = Arena(budget, register)
@@ -28,10 +33,27 @@ class PinnedTier:
                 wanted = min(max(largest, _WINDOW_BYTES), max(largest, self.arena.nbytes // 2))
                 sizes[WINDOW + name] = self._whole_frames(wanted)
         self.books = Residency(self.arena.nbytes, sizes)
+        try:
+            self._check_bases()
+        except TierFullError:
+            self.arena.close()
+            raise
         self.ready: set[str] = set()
         self.frames: dict[str, list[int]] = {}
         self.stalled: set[str] = set()
         """Given up, but a thread that hangs may still write into its frames."""
+
+    def _check_bases(self) -> None:
+        sizes = self.books.sizes
+        for name, shard in self.shards.items():
+            if shard.base is None:
+                continue
+            base, own = shard.base.teacher, sizes[name if self.fits(name) else WINDOW + name]
+            if sizes[base] + own > self.arena.nbytes:
+                raise TierFullError(
+                    f"teacher {name} takes {own} bytes of pinned memory and, at the same time, its base {base} takes "
+                    f"{sizes[base]}; there are {self.arena.nbytes}"
+                )
 
     def _whole_frames(self, nbytes: int) -> int:
         return self.arena.frames_for(nbytes) * self.arena.frame_bytes

@@ -282,7 +282,7 @@ class TeacherStore:
         manifests = [manifest for _, manifest in self.manifests() if isinstance(manifest, Manifest)]
         users = sorted({m.teacher for m in manifests if m.base == name and shard in (None, m.shard)})
         if users:
-            raise TeacherError(f"teacher {name} is the base of {', '.join(users)}")
+            raise TeacherError(f"teacher {name} is the base of {', '.join(users)}: remove or replace those first")
 
     def _known_extents(self) -> dict[str, Extent]:
         known: dict[str, Extent] = {}

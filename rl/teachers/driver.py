@@ -13,6 +13,8 @@ import numpy as np
 from rl.config import ConfigError
 from rl.preflight import Plan
 from rl.teachers.routing import Routing, Shares
+from rl.teachers.servers import check_server_tokenizer
+from rl.teachers.sources import TeacherSourceError
 from rl.teachers.teaching import TeacherSetup, Teaching
 from rl.trainer.group import TrainerGroup
 from rollout.engine.protocol import Engine
@@ -31,7 +33,7 @@ async def start_teachers(
     """Give the trainer the teachers' weights, and connect to those that run elsewhere; ``stack`` closes it.
 
     Raises:
-        ConfigError: a server elsewhere does not answer.
+        ConfigError: a server elsewhere does not answer, or has another tokenizer.
         TeacherError: an import failed, or a teacher does not fit its tier.
     """
     teaching, config = plan.teaching, plan.config
@@ -41,6 +43,8 @@ async def start_teachers(
     setup = TeacherSetup(
         teaching.sources, str(store.resolve()), config.distillation.hbm_bytes, config.distillation.pinned_bytes
     )
+    if teaching.sources:
+        say(f"teachers: {len(teaching.sources)} in {store}; what it lacks of them is imported first")
     if line := await trainer.load_teachers(setup):
         say(line)
     timeouts = Timeouts(config.engine.request_timeout_s, config.engine.control_timeout_s)
@@ -49,6 +53,12 @@ async def start_teachers(
         engines[name] = await stack.enter_async_context(SGLangEngine(url, timeouts))
         if not await engines[name].health():
             raise ConfigError(f"teachers.{name}.url: {url} does not answer as an SGLang server does; start it first")
+        tokenizer = config.teachers[name].tokenizer
+        assert tokenizer is not None  # it goes with url
+        try:
+            await check_server_tokenizer(name, url, tokenizer, config.engine.request_timeout_s)
+        except TeacherSourceError as error:
+            raise ConfigError(str(error)) from error
     prompts = {name: task.prompts("train") for name, task in plan.tasks.items()}
     return Teachers(teaching.routing, prompts, engines)
 

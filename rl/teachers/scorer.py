@@ -14,21 +14,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-import torch
-from jaxtyping import Bool, Float32
 from torch import Tensor
 
 from algorithms.metrics import Mean, Metric, Sum
-from algorithms.opd import mix_teachers
 from rl.batch import TrainBatch, build_batch
 from rl.teachers.fidelity import LogprobError, is_reference, reference, sample
 from rl.teachers.importing import Part, import_teachers
+from rl.teachers.mixing import Said, Scored, elsewhere, mixed, usable
 from rl.teachers.modules import TeacherModel
-from rl.teachers.passes import NOWHERE, Scores, TeacherViews, View, score
+from rl.teachers.passes import Scores, View, score
 from rl.teachers.sources import TeacherSource, architecture, with_bases
 from rl.teachers.teaching import TeacherSetup, Teaching
 from rl.trainer import platform
@@ -36,7 +32,7 @@ from rl.trainer.collective import on_every_rank, on_rank_zero
 from rl.trainer.config import TrainerConfig
 from rl.trainer.model import read_hf_config
 from rollout.trajectory import Trajectory
-from teachers.errors import TeacherError, TierFullError
+from teachers.errors import ImportFailedError, TeacherError, TierFullError
 from teachers.scoring import scoring_order
 from teachers.store import TeacherStore
 from teachers.tiers import TierManager
@@ -50,16 +46,6 @@ STREAMED_PASSES = 4
 """Times the micro-batch of training that a streaming teacher gets: each pass loads all of its layers."""
 PlanPasses = Callable[[TrainBatch, int], list[list[int]]]
 """``(batch, tokens of a micro-batch) → this data-parallel rank's micro-batches`` of the samples that count."""
-
-
-@dataclass(frozen=True)
-class Scored:
-    """What the teachers say of a batch; the same on every rank."""
-
-    logprobs: Float32[Tensor, " tokens"]
-    """The weighted mix of each token's teachers; 0 where it has none."""
-    views: TeacherViews | None
-    metrics: Mapping[str, Metric]
 
 
 class TeacherScorer:
@@ -92,7 +78,11 @@ class TeacherScorer:
         """Teachers that are larger than the tier."""
         self.imported = self._import(with_bases(setup.sources), setup)
         self._find_references()
-        self._import(list(self._references.values()), setup)
+        try:
+            self._import(list(self._references.values()), setup)
+        except ImportFailedError as error:  # the run can do without
+            log.warning("what fp8 does to log-probs is not measured: %s", error)
+            self._forget_references()
         if setup.sources:
             on_every_rank(lambda: self._open(setup))
 
@@ -143,9 +133,7 @@ class TeacherScorer:
     def close(self) -> None:
         if self._tiers is not None:
             self._tiers.close()
-        for source in self._references.values():  # their teachers had no batch
-            self._forget(source)
-        self._references.clear()
+        self._forget_references()  # of teachers that had no batch
 
     def offload(self) -> int:
         """Give the device's memory away; returns the bytes that it gained."""
@@ -191,7 +179,7 @@ class TeacherScorer:
         """
         groups = teaching.groups()
         parts = {
-            teacher: _Part(_elsewhere(values, trajectories, groups[teacher]))
+            teacher: Said(elsewhere(values, trajectories, groups[teacher]))
             for teacher, values in teaching.scored.items()
             if teacher in groups
         }
@@ -203,16 +191,17 @@ class TeacherScorer:
             own = [trajectories[index].replace(routed_experts=None) for index in groups[teacher]]
             parts[teacher] = self._score_one(teacher, own, batch.rollout.current_version, view, plan)
         self._look_ahead([], teaching.ahead)
-        return _mixed(parts, groups, batch, teaching, self.vocabulary if view else None, self._tier_metrics())
+        return mixed(parts, groups, batch, teaching, self.vocabulary if view else None, self._tier_metrics())
 
     def _order(self, held: Mapping[str, int]) -> list[str]:
         return [] if self._tiers is None else scoring_order(held, self._tiers.in_hbm, self._tiers.in_pinned)
 
     def _score_one(
         self, teacher: str, own: Sequence[Trajectory], version: int, view: View | None, plan: PlanPasses
-    ) -> _Part:
+    ) -> Said:
         batch = build_batch(own, version)
         probe = build_batch(sample(own), version) if teacher in self._references else None
+        found = self._found(teacher)
         started = time.perf_counter()
         with self._weights(teacher) as model:
             leased = time.perf_counter()
@@ -221,15 +210,23 @@ class TeacherScorer:
             probed = None if probe is None else self._passes(teacher, model, probe, None, plan)
         if probe is not None and probed is not None:
             self._measure(teacher, probe, probed, plan)
-        mask = _usable(batch)
+        mask = usable(batch)
         metrics: dict[str, Metric] = {
             "exposed_s": Sum(leased - started),
             "score_s": Sum(done - leased),
             "entropy": Mean(float(scores.entropy[mask].sum()), float(mask.sum())),
+            **found,
         }
         if teacher in self._errors:
             metrics |= self._errors[teacher].metrics()
-        return _Part(scores.logprobs, scores, metrics)
+        return Said(scores.logprobs, scores, metrics)
+
+    def _found(self, teacher: str) -> dict[str, Metric]:
+        """Where its weights are when their turn comes."""
+        assert self._tiers is not None
+        in_hbm = teacher in self._tiers.in_hbm
+        in_pinned = not in_hbm and teacher in self._tiers.in_pinned
+        return {"hbm_hits": Sum(float(in_hbm)), "pinned_hits": Sum(float(in_pinned))}
 
     @contextmanager
     def _weights(self, name: str) -> Iterator[TeacherModel]:
@@ -249,7 +246,7 @@ class TeacherScorer:
 
     def _measure(self, teacher: str, probe: TrainBatch, found: Scores, plan: PlanPasses) -> None:
         """What fp8 does to a teacher's log-probs; its exact weights go then."""
-        mask, source = _usable(probe), self._references[teacher]
+        mask, source = usable(probe), self._references[teacher]
         if not mask.any():
             return  # another batch will tell
         del self._references[teacher]
@@ -258,6 +255,7 @@ class TeacherScorer:
                 exact = self._passes(source.name, model, probe, None, plan)
         except TeacherError as failure:  # a run that shares the store may have measured and removed it
             log.warning("what fp8 does to the log-probs of teacher %s was not measured: %s", teacher, failure)
+            self._forget(source)
             return
         self._errors[teacher] = error = LogprobError.between(found.logprobs[mask], exact.logprobs[mask])
 
@@ -273,6 +271,11 @@ class TeacherScorer:
     def _forget(self, source: TeacherSource) -> None:
         if self._part.mine:
             self._store.forget(source.name, self._part.shard)
+
+    def _forget_references(self) -> None:
+        for source in self._references.values():
+            self._forget(source)
+        self._references.clear()
 
     def _leased(self, teacher: str, stack: ExitStack) -> Mapping[str, Tensor]:
         """Its weights on this rank, once all ranks have theirs: what one can't load fails on every one."""
@@ -326,66 +329,3 @@ def _free(store: TeacherStore) -> None:
         gc(store, wait=False)
     except TeacherError as error:
         log.warning("exact copies of teachers stay on the disk until `atelier teachers gc`: %s", error)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What one teacher says, of its own samples' tokens."""
-
-    logprobs: Float32[Tensor, " tokens"]
-    scores: Scores | None = None
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
-
-
-def _usable(batch: TrainBatch) -> Bool[Tensor, " tokens"]:
-    """Action tokens of the rollouts that were scored."""
-    rollout = batch.rollout
-    usable = rollout.valid & ~rollout.dropped
-    return rollout.action_mask & usable[rollout.rollout][rollout.sample_of_token()]
-
-
-def _elsewhere(
-    values: Sequence[np.ndarray | None], trajectories: Sequence[Trajectory], members: Sequence[int]
-) -> Float32[Tensor, " tokens"]:
-    """Log-probs that another server gave, joined."""
-    parts = []
-    for index in members:
-        found = values[index]
-        if found is None or len(found) != len(trajectories[index]):
-            raise ValueError(f"trajectory {index}: a teacher elsewhere gave no log-prob for each of its tokens")
-        parts.append(torch.from_numpy(np.asarray(found, dtype=np.float32)))
-    return torch.cat(parts) if parts else torch.zeros(0)
-
-
-def _mixed(
-    parts: Mapping[str, _Part],
-    groups: Mapping[str, Sequence[int]],
-    batch: TrainBatch,
-    teaching: Teaching,
-    vocabulary: int | None,
-    metrics: Mapping[str, Metric],
-) -> Scored:
-    """The teachers' parts put together, each in the places of its own tokens."""
-    starts, tokens = batch.rollout.cu_seqlens, len(batch.token_ids)
-    mask, ours = _usable(batch), batch.rollout.rollout_logprobs
-    logprobs, weights, places, all_metrics = [], [], [], dict(metrics)
-    for teacher, part in sorted(parts.items()):
-        members = groups[teacher]
-        lengths = [int(starts[index + 1] - starts[index]) for index in members]
-        where = torch.cat([torch.arange(int(starts[i]), int(starts[i + 1])) for i in members])
-        logprobs.append(torch.zeros(tokens).index_copy(0, where, part.logprobs))
-        shares = torch.tensor([teaching.shares[index][teacher] for index in members], dtype=torch.float32)
-        weights.append(torch.zeros(tokens).index_copy(0, where, shares.repeat_interleave(torch.tensor(lengths))))
-        places.append(torch.full((tokens,), NOWHERE).index_copy(0, where, torch.arange(len(where))))
-        gap = (ours[where] - part.logprobs)[mask[where]]
-        found: dict[str, Metric] = {
-            "kl": Mean(float(gap.sum()), float(len(gap))),
-            "prompts": Sum(float(len(members))),
-            **part.metrics,
-        }
-        all_metrics |= {f"teacher/{teacher}/{name}": metric for name, metric in found.items()}
-    views = None
-    if vocabulary is not None:
-        scores = [part.scores for _, part in sorted(parts.items()) if part.scores is not None]
-        views = TeacherViews(scores, places, weights, vocabulary)
-    return Scored(mix_teachers(torch.stack(logprobs), torch.stack(weights)), views, all_metrics)

@@ -49,8 +49,9 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 
+from rl.teachers.mixing import Scored
 from rl.teachers.passes import View, run_distribution_passes
-from rl.teachers.scorer import Scored, TeacherScorer
+from rl.teachers.scorer import TeacherScorer
 from rl.trainer import convert
 from rl.trainer.checkpoint import Checkpoints
 from rl.trainer.collective import gather_objects, on_every_rank, on_rank_zero

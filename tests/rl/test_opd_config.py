@@ -27,6 +27,14 @@ def model_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """A model of another architecture."""
+    directory = tmp_path_factory.mktemp("deep") / "hf"
+    create_model(directory, FreshModel(layers=3), seed=0)
+    return directory
+
+
+@pytest.fixture(scope="module")
 def other_tokens(model_dir, tmp_path_factory):
     """A model whose tokenizer has two characters in each other's place."""
     directory = tmp_path_factory.mktemp("other") / "hf"
@@ -68,6 +76,45 @@ def refuse(capsys, *overrides):
             "the tokenizer of OTHER is not the student's: 2 tokens differ, such as 'a'",
         ),
         (
+            ["+teachers.sorting={url: 'http://127.0.0.1:1', tokenizer: OTHER}"],
+            "teachers.sorting.tokenizer: the tokenizer of OTHER is not the student's: 2 tokens differ, such as 'a'",
+        ),
+        (
+            ["+teachers.sorting={url: 'http://127.0.0.1:1', tokenizer: MODEL, codec: fp8}"],
+            "teachers.sorting: base and codec are of weights that this run holds",
+        ),
+        (
+            ["+teachers.sorting={source: MODEL, codec: fp4}"],
+            "teachers.sorting.codec: Input should be 'exact' or 'fp8'",
+        ),
+        (
+            ["+teachers.sorting.source=MODEL", "distillation.base=/nowhere"],
+            "distillation.base=/nowhere: there is neither a teacher of this name with weights in this run (sorting)",
+        ),
+        (
+            ["+teachers.sorting={source: MODEL, base: sorting}"],
+            "teachers.sorting.base=sorting: a teacher can't be its own base",
+        ),
+        (
+            ["+teachers.sorting={source: MODEL}", "distillation.base=DEEP"],
+            "distillation.base: DEEP is of another architecture than MODEL",
+        ),
+        (
+            [
+                "+teachers.sorting={source: MODEL, codec: fp8}",
+                "+teachers.ann={source: MODEL, prompts: [sorting], base: sorting}",
+            ],
+            "teachers.sorting: others are kept as differences to it, so it has to be kept whole, and has codec=fp8",
+        ),
+        (
+            [
+                "+teachers.sorting={source: MODEL, base: bob}",
+                "+teachers.ann={source: MODEL, prompts: [sorting], base: sorting}",
+                "+teachers.bob={source: MODEL, prompts: [sorting]}",
+            ],
+            "teachers.sorting: others are kept as differences to it, so it has to be kept whole, and has base=bob",
+        ),
+        (
             ["+teachers.sorting.source=MODEL", "distillation.pinned_bytes=1000"],
             "distillation.pinned_bytes=1000: teacher sorting takes at least",
         ),
@@ -86,9 +133,11 @@ def refuse(capsys, *overrides):
         ),
     ],
 )
-def test_wrong_teachers_are_named(capsys, tmp_path, model_dir, other_tokens, overrides, says):
+def test_wrong_teachers_are_named(capsys, tmp_path, model_dir, other_tokens, deep, overrides, says):
     def named(text):
-        return text.replace("MODEL", str(model_dir)).replace("OTHER", str(other_tokens))
+        for word, directory in {"MODEL": model_dir, "OTHER": other_tokens, "DEEP": deep}.items():
+            text = text.replace(word, str(directory))
+        return text
 
     said = refuse(capsys, f"run_dir={tmp_path / 'run'}", *map(named, overrides))
     assert named(says) in said, said
@@ -162,3 +211,15 @@ def test_each_teachers_prompts_are_evaluated_apart(model_dir, tmp_path):
         assert task == "words"
         assert {data["rule"] for _, data in prompts} == {label.partition("/")[2]}
         assert len(prompts) == 5
+
+
+def test_a_teacher_that_is_the_base_of_others_is_kept_whole_whatever_the_codec_of_the_rest(model_dir, tmp_path):
+    overrides = ["+stage=opd", "task=[sorting,calculator]", f"run_dir={tmp_path / 'r'}", "distillation.codec=fp8"]
+    overrides += [f"+teachers.{name}.source={model_dir}" for name in ("sorting", "calculator")]
+    plan = check_run(check(compose_config([*overrides, "distillation.base=sorting"])))
+    kept = {source.name: (source.codec, source.base and source.base.name) for source in plan.teaching.sources}
+    assert kept == {"calculator": ("fp8", "sorting"), "sorting": ("exact", None)}
+    plan = check_run(check(compose_config([*overrides, f"distillation.base={model_dir}"])))
+    assert {source.codec for source in plan.teaching.sources} == {"fp8"}
+    assert len({source.base.name for source in plan.teaching.sources}) == 1
+    assert len({source.mark for source in plan.teaching.sources}) == 1

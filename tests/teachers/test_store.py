@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.commands import teachers as command
 from teachers.errors import CorruptTeacherError, ImportFailedError, MissingTeacherError, TeacherError
 from teachers.store import TeacherStore
 from teachers.tiers import TierManager
@@ -218,30 +216,6 @@ def test_imports_of_several_ranks_run_side_by_side(tmp_path):
     store = TeacherStore(tmp_path)
     assert store.shards("t") == ("tp0of2", "tp1of2")
     assert verify(store) == []
-
-
-def test_the_command_adds_lists_verifies_and_frees(tmp_path, capsys):
-    from safetensors.torch import save_file
-
-    model, store = tmp_path / "model", tmp_path / "store"
-    model.mkdir()
-    save_file({"a": torch.randn(64, 64), "b": torch.ones(7)}, model / "model.safetensors")
-    assert command.main(["add", "mine", str(model), "--store", str(store)]) == 0
-    assert command.main(["add", "mine", str(model), "--store", str(store)]) == 1
-    assert "teacher mine has shard hf already" in capsys.readouterr().err
-    assert command.main(["add", "again", str(model), "--base", "mine", "--store", str(store)]) == 0
-    assert "2 same), 0.00 MB written" in capsys.readouterr().out
-    assert command.main(["list", "--store", str(store)]) == 0
-    assert "again" in capsys.readouterr().out
-    assert command.main(["verify", "--store", str(store)]) == 0
-    (pack,) = (store / "packs").glob("*.pack")
-    with pack.open("r+b") as file:
-        file.write(b"\xff\xfe\xfd")
-    assert command.main(["verify", "mine", "--store", str(store)]) == 1
-    assert "is damaged between bytes 0" in capsys.readouterr().out
-    assert command.main(["gc", "--remove", "again", "mine", "--store", str(store)]) == 0
-    assert not list((store / "packs").iterdir())
-    assert os.listdir(store / "teachers") == []
 
 
 def test_a_read_does_not_wait_for_an_import_that_runs(tmp_path):

@@ -86,3 +86,27 @@ def test_the_arena_is_registered_and_copies_from_it_do_not_block(made):
     tiers = TierManager(store, SHARD, "cuda", 1 << 28, 1 << 26, teachers=["t1"])
     assert tiers._movers.pinned.arena.memory.is_pinned()
     tiers.close()
+
+
+def test_offload_gives_the_device_s_memory_back_to_other_processes(made):
+    store, teachers = made
+    size = store.open("t0", SHARD).device_bytes
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    names = ["t1", "few", "eight", "t2"]
+    tiers = TierManager(store, SHARD, "cuda", 3 * size + (8 << 20) + DECODING, 6 * size, teachers=names)
+    for name in names:
+        with tiers.lease(name):
+            pass
+    assert torch.cuda.mem_get_info()[0] < before - 2 * size
+    assert tiers.offload() >= 2 * size
+    assert tiers.memory()[0] == 0
+    assert torch.cuda.mem_get_info()[0] >= before - (32 << 20)  # but for what CUDA itself took meanwhile
+    tiers.plan(names)
+    tiers.onload()
+    for name in names:
+        with tiers.lease(name) as views:
+            if name != "eight":
+                assert_same({tensor: view.cpu() for tensor, view in views.items()}, teachers[name])
+    tiers.close()

@@ -1,10 +1,15 @@
-"""Loss and gradient with teachers do not depend on the layout, in any mode; one store holds the shards of several."""
+"""Loss and gradient with teachers do not depend on the layout, in any mode; one store holds the shards of several, and
+what ``atelier teachers add`` puts there is what the ranks of a run would."""
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 
 from rl.fresh_model import FreshModel, create_model
+from rl.teachers.sources import resolve
+from rl.teachers.teaching import TeacherSetup
 from teachers.store import TeacherStore
 from tests.trainer.common import assert_close
 from tests.trainer.launched import run_ranks
@@ -46,3 +51,32 @@ def test_every_part_is_in_the_store_once(ranks, output):
     shards = {entry.shard for entry in TeacherStore(output / "store").list() if entry.teacher == "ann"}
     assert {shard.split(".")[0] for shard in shards} == {"tp0of1", "tp0of2", "tp1of2"}
     assert len(shards) == 2 + 2 + 1  # tensor ranks, pipeline ranks, and the whole model for data and context ranks
+
+
+def contents(store, name, shards):
+    """Of each shard, what is kept of each tensor, found by its content, and what it was made from."""
+    found = {}
+    for shard in shards:
+        manifest = store.open(name, shard).manifest
+        found[shard] = [(t.name, t.shape, t.dtype, t.encoding, t.extent) for t in manifest.tensors], manifest.meta
+    return found
+
+
+def teachers_add(*arguments):
+    command = [sys.executable, "-W", "ignore", "-m", "rl.cli", "teachers", "add", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_command_imports_what_the_ranks_of_a_run_do(ranks, models, output, tmp_path, session_worker):
+    theirs = TeacherStore(output / "store")
+    for layout in (["tensor=2"], ["pipeline=2"], []):
+        teachers_add("ann", models / "ann", "--store", tmp_path, "--layout", "dtype=float32", *layout)
+    mine = TeacherStore(tmp_path)
+    assert mine.shards("ann") == theirs.shards("ann")
+    assert contents(mine, "ann", mine.shards("ann")) == contents(theirs, "ann", theirs.shards("ann"))
+    assert "there already" in teachers_add("ann", models / "ann", "--store", tmp_path)
+    session_worker.load_model(models / "student")
+    session_worker.load_teachers(TeacherSetup([resolve("ann", models / "ann")], str(tmp_path), 2**24, 2**24))
+    assert session_worker._teachers.imported == []
