@@ -19,7 +19,7 @@ from rl.run_folder import RunFolder
 from rl.teachers.checks import TeachingPlan, check_teachers
 from rl.trainer.manifest import CheckpointError, read_manifest
 from rl.trainer.result import COMPUTED_NEEDS
-from rollout.engine import fit
+from rollout.engine import fit, router_settings
 from rollout.engine.arguments import ArgumentsError, check_extra_args
 from rollout.engine.model_shape import ModelShapeError, read_model_shape
 from rollout.processes import ProcessError, require_free_port
@@ -134,6 +134,8 @@ def _engine(config: RunConfig) -> None:
         check_extra_args(config.engine)
     except ArgumentsError as error:
         raise ConfigError(str(error)) from error
+    if config.engine.sglang_router is not None and (problem := router_settings.missing()) is not None:
+        raise ConfigError(problem)
     if config.model.checkpoint is None:
         return
     try:
@@ -211,6 +213,8 @@ def _ports(config: RunConfig) -> None:
     wanted = [("rollout.gateway_port", config.rollout.gateway_port, config.rollout.gateway_host)]
     if config.engine.port is not None:
         wanted += [("engine.port", config.engine.port + index, "127.0.0.1") for index in range(config.engine.servers)]
+    if config.engine.sglang_router is not None:
+        wanted.append(("engine.sglang_router.port", config.engine.sglang_router.port or 0, "127.0.0.1"))
     for key, port, host in wanted:
         if port == 0:
             continue

@@ -16,6 +16,7 @@ from rollout.engine.hicache import HiCacheConfig
 from rollout.engine.hisparse import HiSparseConfig
 from rollout.engine.recovery import RecoveryConfig
 from rollout.engine.settings import Argument, Settings
+from rollout.engine.router_settings import SGLangRouterConfig
 
 
 class EngineConfig(Settings):
@@ -76,6 +77,8 @@ class EngineConfig(Settings):
     """Where servers run: children of the driver, or wherever Ray has room (needed for several machines)."""
     extra_args: dict[str, Argument] = Field(default_factory=dict)
     """Further arguments of SGLang's without the dashes (``chunked-prefill-size: 512``; true is a bare flag).
+    sglang_router: SGLangRouterConfig | None = None
+    """Generation goes through a ``sglang-router`` process, which chooses the server; None: ours does (``routing``)."""
     ``rollout.engine.arguments`` has SGLang's own parser judge them before anything is launched."""
 
     @model_validator(mode="after")

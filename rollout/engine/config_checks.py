@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollout.engine import hicache, hisparse
+from rollout.engine import hicache, hisparse, router_settings
 from rollout.engine.disaggregation import DisaggregationConfig
 from rollout.engine.hisparse import HiSparseConfig
 from rollout.engine.launch import OWN_ARGUMENTS, arguments
@@ -43,6 +43,8 @@ def problems(config: EngineConfig) -> Iterator[str]:
         yield from _disaggregation_problems(config, config.disaggregation, servers)
     elif config.hisparse is not None:
         yield from _hisparse_problems(config, config.hisparse, extra)
+    if config.sglang_router is not None:
+        yield from router_settings.problems(config)
 
 
 def _parallel_problems(config: EngineConfig) -> Iterator[str]:

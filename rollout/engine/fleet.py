@@ -22,12 +22,16 @@ from rollout.engine.protocol import EngineError, EngineLost, EngineMetrics, Gene
 from rollout.engine.recovery import UNKNOWN, Action, Do, FleetRecovery, Phase
 from rollout.engine.routing import Router
 from rollout.engine.sglang import SGLangEngine, Timeouts
+from rollout.engine.sglang_router import NAME as ROUTER
+from rollout.engine.sglang_router import SGLangRouter
 from rollout.processes import ProcessError, ProcessRegistry
 
 DEATH_POLL_S = 0.25
 """How often it is looked whether a server's process still runs."""
 START_POLL_S = 0.25
 PROGRESS_S = 5.0
+CHECK_UP_S = 5.0
+"""How long a request that was lost behind sglang-router waits to learn which server it was."""
 
 
 class CurrentWeights(Protocol):
@@ -119,6 +123,12 @@ class EngineFleet:
         self._requests: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._in_front = (
+            None
+            if config.sglang_router is None
+            else SGLangRouter(config, config.sglang_router, registry, log_dir, on_progress, self._changed.set)
+        )
+        self._check_up: asyncio.Task[None] | None = None
         self._model_dir = Path()
         self._model_version = 0
         self._running = False
@@ -159,6 +169,8 @@ class EngineFleet:
             if phase is not Phase.SERVING:
                 reason = self._recovery.reason(index).splitlines()
                 told[server.name] = f"{phase}: {reason[0]}" if reason else str(phase)
+        if self._in_front is not None and (phase := self._in_front.state[0]) is not Phase.SERVING:
+            told[ROUTER] = f"{phase}: {self._in_front.reason.partition(chr(10))[0]}"
         return told if self._running else {}
 
     async def start(self, model_dir: Path, weight_version: int = 0) -> None:
@@ -175,10 +187,14 @@ class EngineFleet:
         """
         self._launcher.check()
         self._model_dir, self._model_version = model_dir, weight_version
+        if self._in_front is not None:
+            self._in_front.check()
         self._recovery = FleetRecovery(self.config.recovery, len(self._servers), weight_version)
         self._running = True
         try:
-            await _all(self._bring_up(server) for server in self._servers)
+            routers = [] if self._in_front is None else [self._in_front.start()]
+            await _all([*routers, *(self._bring_up(server) for server in self._servers)])
+            await _all(self._hand_over(*pair) for pair in pairs(self._prefill, self._generating))
             for server in self._servers:
                 self._apply(self._recovery.generates(server.spec.index))
             await self._until_all_serve()
@@ -196,6 +212,8 @@ class EngineFleet:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
         await asyncio.gather(*(self._end(server) for server in reversed(self._servers)))
+        if self._in_front is not None:
+            await self._in_front.stop()
         self._changed.set()
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_id: str, session: str) -> Generation:
@@ -206,6 +224,8 @@ class EngineFleet:
             EngineError: also, and at once, where no server is left.
         """
         slot = await self._pick(self._router, session, token_ids)
+        if self._in_front is not None:
+            return await self._behind(self._in_front, token_ids, sampling, request_id, session)
         index = self._generating[slot]
         self._requests[request_id] = index
         try:
@@ -217,7 +237,11 @@ class EngineFleet:
             self._requests.pop(request_id, None)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests; ids that are not in flight are ignored."""
+        """End these requests; ids that are not in flight are ignored. Behind sglang-router every server is told, since
+        nobody knows which has them."""
+        if self._in_front is not None:
+            await asyncio.gather(*(server.client.abort(request_ids) for server in self._servers if server.client))
+            return
         for server in self._servers:
             mine = [request for request in request_ids if self._requests.get(request) == server.spec.index]
             if mine and server.client is not None:
@@ -242,7 +266,8 @@ class EngineFleet:
 
     def states(self) -> Mapping[str, tuple[Phase, int]]:
         """Phase and restarts in a row of each server, by name."""
-        return {s.name: (self._recovery.phase(i), self._recovery.restarts(i)) for i, s in enumerate(self._servers)}
+        states = {s.name: (self._recovery.phase(i), self._recovery.restarts(i)) for i, s in enumerate(self._servers)}
+        return states if self._in_front is None else states | {ROUTER: self._in_front.state}
 
     @contextlib.asynccontextmanager
     async def publication(self) -> AsyncIterator[Publication]:
@@ -287,12 +312,17 @@ class EngineFleet:
 
     async def _pick(self, router: Router, session: str, token_ids: Sequence[int]) -> int:
         deadline = time.monotonic() + self.config.request_timeout_s
+        return await self._first(lambda: router.pick(session, token_ids))
+
+    async def _first(self, choose: Callable[[], int | None]) -> int:
+        """What ``choose`` says as soon as it says something, while there is hope."""
         while True:
             self._changed.clear()
-            slot = router.pick(session, token_ids) if self._running else None
+            slot = choose() if self._running else None
             if slot is not None:
                 return slot
-            if not self._running or not self._recovery.hopeful:
+            hopeful = self._recovery.hopeful and (self._in_front is None or self._in_front.hopeful)
+            if not self._running or not hopeful:
                 raise EngineError(f"no inference server is left: {self.lost or 'none was started'}")
             try:
                 await asyncio.wait_for(self._changed.wait(), min(1.0, max(deadline - time.monotonic(), 0.0)))
@@ -302,6 +332,25 @@ class EngineFleet:
                     raise EngineError(f"no inference server took requests for {waited}: {self.lost}") from error
 
     async def _on(
+    async def _behind(
+        self, router: SGLangRouter, token_ids: Sequence[int], sampling: Sampling, request_id: str, session: str
+    ) -> Generation:
+        """Generate on a server of the router's choice."""
+        await self._first(lambda: 0 if router.takes else None)
+        await asyncio.gather(*(self._servers[index].engine.until_open() for index in self._recovery.serving))
+        try:
+            return await router.generate(token_ids, sampling, request_id, session)
+        except EngineLost:
+            # Nobody says which server it was, and sent again at once it could go there again.
+            if self._check_up is None or self._check_up.done():
+                self._check_up = self._spawn(self._examine(), "check-up")
+            await asyncio.wait({self._check_up}, timeout=CHECK_UP_S)
+            raise
+
+    async def _examine(self) -> None:
+        await asyncio.sleep(DEATH_POLL_S)  # a connection may break a moment before its process has ended
+        await self.settle(self._recovery.serving)
+
         self,
         index: int,
         token_ids: Sequence[int],
@@ -356,6 +405,8 @@ class EngineFleet:
             elif action.do is Do.KILL:
                 self._on_progress(f"lost {server.name}: {action.reason.splitlines()[0]}")
                 self._spawn(self._end(server), f"{server.name}-kill")
+        if self._in_front is not None:
+            self._in_front.serve([self._servers[index].engine.url for index in self._recovery.serving])
             elif action.do is Do.START:
                 self._spawn(self._restart(server), f"{server.name}-start")
             elif action.do is Do.LOAD:
@@ -447,6 +498,9 @@ class EngineFleet:
     async def _join(self, server: _Server) -> None:
         """Give a server the fleet's weights, where it has others, and have it say its version."""
         index, wanted, launched = server.spec.index, self.weight_version, server.launched
+            while self._in_front is not None and not self._in_front.complete:
+                self._changed.clear()
+                await asyncio.wait_for(self._changed.wait(), self.config.start_timeout_s)
         failure: EngineError | None = None
         version = UNKNOWN
         try:

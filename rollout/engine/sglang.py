@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float32
 
 from rollout.engine.protocol import EngineLost, EngineMetrics, Generation, Sampling
-from rollout.engine.sglang_answers import GenerationStream, host_used_share, parse_loads, parse_prometheus
+from rollout.engine.sglang_answers import (
+    STREAM_INTERVAL,
+    GenerationStream,
+    host_used_share,
+    parse_loads,
+    parse_prometheus,
+)
 from rollout.engine.sglang_http import Timeouts
 from rollout.engine.sglang_weights import SGLangWeights
 
@@ -20,8 +26,6 @@ __all__ = ["SGLangEngine", "Timeouts"]
 
 RID_END = "#"
 """Ends every request id on the wire: SGLang aborts all requests whose id *begins* with the one given."""
-STREAM_INTERVAL = 32
-"""Tokens an event, after the first token's: a server that dies costs a reply at most so many tokens less one."""
 
 
 class SGLangEngine(SGLangWeights):
@@ -60,14 +64,8 @@ class SGLangEngine(SGLangWeights):
         stream = GenerationStream(len(token_ids), sampling.routed_experts_from, self._experts_shape)
         body = generate_body(token_ids, sampling, request_id) | dict(placement or {})
         await self.until_open()
-        sent = time.monotonic()
-        try:
-            with self._answer_errors("/generate"):
-                async for event in self._events("/generate", body, self._timeouts.request_s):
-                    stream.add(event, time.monotonic() - sent)
-                return stream.finish()
-        except EngineLost as error:
-            raise EngineLost(str(error), stream.partial) from error
+        with self._answer_errors("/generate"):
+            return await receive(self._events("/generate", body, self._timeouts.request_s), stream)
 
     async def score(self, token_ids: Sequence[int]) -> Float32[np.ndarray, " tokens"]:
         """Log-prob of each token given those before it, at temperature 1; position 0 is 0."""
@@ -111,6 +109,21 @@ class SGLangEngine(SGLangWeights):
         with self._answer_errors("/metrics"):
             samples = parse_prometheus(text)
             return dataclasses.replace(loads, kv_host_used_share=host_used_share(samples), raw={**loads.raw, **samples})
+
+
+async def receive(events: AsyncIterator[Mapping[str, Any]], stream: GenerationStream) -> Generation:
+    """The generation that is sent in these events, the first of which is asked for now.
+
+    Raises:
+        EngineLost: the connection broke; with what had come by then.
+    """
+    sent = time.monotonic()
+    try:
+        async for event in events:
+            stream.add(event, time.monotonic() - sent)
+        return stream.finish()
+    except EngineLost as error:
+        raise EngineLost(str(error), stream.partial) from error
 
 
 def generate_body(token_ids: Sequence[int], sampling: Sampling, request_id: str) -> dict[str, Any]:

@@ -16,6 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rollout.engine.protocol import CachedTokens, EngineMetrics, FinishReason, Generation, Latency, TopLogprobs
 
+STREAM_INTERVAL = 32
+"""Tokens an event, after the first token's: a server that dies costs a reply at most so many tokens less one."""
+
 
 class GenerationStream:
     """Puts one generation together from the events of ``/generate`` with ``stream`` and ``return_logprob``.

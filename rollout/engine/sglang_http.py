@@ -84,13 +84,15 @@ class Connection:
         async with self._request("GET", path, None, timeout_s) as response:
             return await response.text()
 
-    async def _events(self, path: str, body: Mapping[str, Any], timeout_s: float) -> AsyncIterator[Mapping[str, Any]]:
+    async def _events(
+        self, path: str, body: Mapping[str, Any], timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[Mapping[str, Any]]:
         """The answer's server-sent events, up to ``[DONE]``.
 
         Raises:
             EngineLost: also where the stream ends without it.
         """
-        async with self._request("POST", path, body, timeout_s) as response:
+        async with self._request("POST", path, body, timeout_s, headers) as response:
             if response.content_type != "text/event-stream":
                 raise EngineError(f"POST {self.url}{path} answered with {response.content_type}, not with events")
             pending = bytearray()
@@ -108,7 +110,12 @@ class Connection:
 
     @contextlib.asynccontextmanager
     async def _request(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         where = f"{method} {self.url}{path}"
         if self._closed:
@@ -123,11 +130,12 @@ class Connection:
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._session.request(method, self.url + path, json=body) as response,
+                self._session.request(method, self.url + path, json=body, headers=headers) as response,
             ):
-                if response.status != 200:
+                if response.status // 100 != 2:
                     text = await response.text()
-                    raise EngineError(f"{where} answered {response.status}: {text[:SHOWN_CHARACTERS]}")
+                    message = f"{where} answered {response.status}: {text[:SHOWN_CHARACTERS]}"
+                    raise self._refusal(message, response.headers)
                 self._responses.add(response)
                 try:
                     yield response
@@ -139,6 +147,10 @@ class Connection:
             raise EngineLost(f"{where} failed: {type(error).__name__}: {error}") from error
         except ValueError as error:
             raise EngineError(f"{where} answered no JSON: {error}") from error
+
+    def _refusal(self, message: str, headers: Mapping[str, str]) -> EngineError:
+        """What an answer with an error status means."""
+        return EngineError(message)
 
     @contextlib.contextmanager
     def _answer_errors(self, path: str) -> Iterator[None]:

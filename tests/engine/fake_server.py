@@ -31,13 +31,22 @@ async def generate(request: web.Request) -> web.StreamResponse:
             "cached_tokens": app["port"],
         }
         event = {"output_ids": tokens, "meta_info": meta}
+        if body.get("rid") in app["state"]["aborted"]:
+            meta["finish_reason"] = {"type": "abort"}
         await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        if meta["finish_reason"] is not None:
+            break
         await asyncio.sleep(0.02 if slow else 0)
     await response.write(b"data: [DONE]\n\n")
     return response
 
 
 async def healthy(request: web.Request) -> web.Response:
+    return web.Response()
+
+
+async def abort(request: web.Request) -> web.Response:
+    request.app["state"]["aborted"].append((await request.json())["rid"])
     return web.Response()
 
 
@@ -59,12 +68,14 @@ def main() -> None:
     if behaviour == "dies":
         sys.exit("no room for the model")
     app = web.Application()
-    app["port"], app["state"] = port, {"version": version, "requests": []}
+    app["port"], app["state"] = port, {"version": version, "requests": [], "aborted": []}
     if behaviour != "never generates":
         app.add_routes(
             [
                 web.post("/generate", generate),
+                web.get("/health", healthy),
                 web.get("/health_generate", healthy),
+                web.post("/abort_request", abort),
                 web.get("/model_info", model_info),
                 web.get("/requests", requests),
                 web.post("/update_weights_from_disk", update),
