@@ -15,8 +15,8 @@ from rollout.engine.disaggregation import DisaggregationConfig, Role
 from rollout.engine.hicache import HiCacheConfig
 from rollout.engine.hisparse import HiSparseConfig
 from rollout.engine.recovery import RecoveryConfig
-from rollout.engine.settings import Argument, Settings
 from rollout.engine.router_settings import SGLangRouterConfig
+from rollout.engine.settings import Argument, Settings
 
 
 class EngineConfig(Settings):
@@ -73,12 +73,12 @@ class EngineConfig(Settings):
     control_timeout_s: float = Field(60.0, gt=0)
     """For pausing, aborting, metrics and each step of a weight update."""
     recovery: RecoveryConfig = RecoveryConfig()
+    sglang_router: SGLangRouterConfig | None = None
+    """Generation goes through a ``sglang-router`` process, which chooses the server; None: ours does (``routing``)."""
     placement: Literal["local", "ray"] = "local"
     """Where servers run: children of the driver, or wherever Ray has room (needed for several machines)."""
     extra_args: dict[str, Argument] = Field(default_factory=dict)
     """Further arguments of SGLang's without the dashes (``chunked-prefill-size: 512``; true is a bare flag).
-    sglang_router: SGLangRouterConfig | None = None
-    """Generation goes through a ``sglang-router`` process, which chooses the server; None: ours does (``routing``)."""
     ``rollout.engine.arguments`` has SGLang's own parser judge them before anything is launched."""
 
     @model_validator(mode="after")

@@ -39,12 +39,12 @@ def problems(config: EngineConfig) -> Iterator[str]:
                 "hicache keeps what the prefix cache evicts, but prefix_cache is false: set prefix_cache to true, or "
                 "hicache to null"
             )
+    if config.sglang_router is not None:
+        yield from router_settings.problems(config)
     if config.disaggregation is not None:
         yield from _disaggregation_problems(config, config.disaggregation, servers)
     elif config.hisparse is not None:
         yield from _hisparse_problems(config, config.hisparse, extra)
-    if config.sglang_router is not None:
-        yield from router_settings.problems(config)
 
 
 def _parallel_problems(config: EngineConfig) -> Iterator[str]:

@@ -186,15 +186,14 @@ class EngineFleet:
             EngineError: where a server generates nothing within ``start_timeout_s``.
         """
         self._launcher.check()
-        self._model_dir, self._model_version = model_dir, weight_version
         if self._in_front is not None:
             self._in_front.check()
+        self._model_dir, self._model_version = model_dir, weight_version
         self._recovery = FleetRecovery(self.config.recovery, len(self._servers), weight_version)
         self._running = True
         try:
             routers = [] if self._in_front is None else [self._in_front.start()]
             await _all([*routers, *(self._bring_up(server) for server in self._servers)])
-            await _all(self._hand_over(*pair) for pair in pairs(self._prefill, self._generating))
             for server in self._servers:
                 self._apply(self._recovery.generates(server.spec.index))
             await self._until_all_serve()
@@ -211,9 +210,9 @@ class EngineFleet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
-        await asyncio.gather(*(self._end(server) for server in reversed(self._servers)))
         if self._in_front is not None:
             await self._in_front.stop()
+        await asyncio.gather(*(self._end(server) for server in reversed(self._servers)))
         self._changed.set()
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_id: str, session: str) -> Generation:
@@ -223,9 +222,9 @@ class EngineFleet:
             EngineLost: the server died; with what it had sampled. Sent again, the request goes to another.
             EngineError: also, and at once, where no server is left.
         """
-        slot = await self._pick(self._router, session, token_ids)
         if self._in_front is not None:
             return await self._behind(self._in_front, token_ids, sampling, request_id, session)
+        slot = await self._pick(self._router, session, token_ids)
         index = self._generating[slot]
         self._requests[request_id] = index
         try:
@@ -311,11 +310,11 @@ class EngineFleet:
     # Requests
 
     async def _pick(self, router: Router, session: str, token_ids: Sequence[int]) -> int:
-        deadline = time.monotonic() + self.config.request_timeout_s
         return await self._first(lambda: router.pick(session, token_ids))
 
     async def _first(self, choose: Callable[[], int | None]) -> int:
         """What ``choose`` says as soon as it says something, while there is hope."""
+        deadline = time.monotonic() + self.config.request_timeout_s
         while True:
             self._changed.clear()
             slot = choose() if self._running else None
@@ -331,7 +330,6 @@ class EngineFleet:
                     waited = f"{self.config.request_timeout_s:g} s"
                     raise EngineError(f"no inference server took requests for {waited}: {self.lost}") from error
 
-    async def _on(
     async def _behind(
         self, router: SGLangRouter, token_ids: Sequence[int], sampling: Sampling, request_id: str, session: str
     ) -> Generation:
@@ -351,6 +349,7 @@ class EngineFleet:
         await asyncio.sleep(DEATH_POLL_S)  # a connection may break a moment before its process has ended
         await self.settle(self._recovery.serving)
 
+    async def _on(
         self,
         index: int,
         token_ids: Sequence[int],
@@ -405,14 +404,14 @@ class EngineFleet:
             elif action.do is Do.KILL:
                 self._on_progress(f"lost {server.name}: {action.reason.splitlines()[0]}")
                 self._spawn(self._end(server), f"{server.name}-kill")
-        if self._in_front is not None:
-            self._in_front.serve([self._servers[index].engine.url for index in self._recovery.serving])
             elif action.do is Do.START:
                 self._spawn(self._restart(server), f"{server.name}-start")
             elif action.do is Do.LOAD:
                 self._spawn(self._join(server), f"{server.name}-join")
             elif action.do is Do.GIVE_UP:
                 self._on_progress(f"{server.name} is given up: it died {self.config.recovery.max_restarts + 1} times")
+        if self._in_front is not None:
+            self._in_front.serve([self._servers[index].engine.url for index in self._recovery.serving])
         self._changed.set()
 
     def _routed_by(self, server: _Server) -> tuple[Router, int]:
@@ -481,6 +480,9 @@ class EngineFleet:
                             f"{server.name} died while the servers started: {self._recovery.reason(index)}"
                         )
                 await asyncio.wait_for(self._changed.wait(), self.config.start_timeout_s)
+            while self._in_front is not None and not self._in_front.complete:
+                self._changed.clear()
+                await asyncio.wait_for(self._changed.wait(), self.config.start_timeout_s)
 
     async def _restart(self, server: _Server) -> None:
         index = server.spec.index
@@ -498,9 +500,6 @@ class EngineFleet:
     async def _join(self, server: _Server) -> None:
         """Give a server the fleet's weights, where it has others, and have it say its version."""
         index, wanted, launched = server.spec.index, self.weight_version, server.launched
-            while self._in_front is not None and not self._in_front.complete:
-                self._changed.clear()
-                await asyncio.wait_for(self._changed.wait(), self.config.start_timeout_s)
         failure: EngineError | None = None
         version = UNKNOWN
         try:

@@ -11,8 +11,8 @@ from rollout.engine import hisparse
 from rollout.engine.disaggregation import Role
 from rollout.engine.model_shape import read_model_shape
 from rollout.engine.settings import Argument, flags
-
 from rollout.engine.sglang_answers import STREAM_INTERVAL
+
 if TYPE_CHECKING:
     from rollout.engine.config import EngineConfig
 
@@ -138,6 +138,8 @@ def arguments(config: EngineConfig, model_dir: Path, port: int, weight_version: 
         "enable-metrics": config.metrics,
         "enable-return-routed-experts": config.routed_experts,
     }
+    if config.sglang_router is not None:  # which drops the request's own
+        options["stream-interval"] = STREAM_INTERVAL
     if config.kv_dtype != "auto":
         options["kv-cache-dtype"] = config.kv_dtype
     if config.max_total_tokens is not None:
@@ -146,8 +148,6 @@ def arguments(config: EngineConfig, model_dir: Path, port: int, weight_version: 
         options["mem-fraction-static"] = config.memory_fraction
     if config.data_parallel_attention > 1:  # the spelling that both 0.5.16 and 0.5.23 take
         options |= {"dp-size": config.data_parallel_attention, "enable-dp-attention": True}
-    if config.sglang_router is not None:  # which drops the request's own
-        options["stream-interval"] = STREAM_INTERVAL
     if config.expert_parallel > 1:
         options["ep-size"] = config.expert_parallel
     if config.hicache is not None:
