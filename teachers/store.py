@@ -98,7 +98,7 @@ class TeacherStore:
 
         Args:
             base: a teacher of the same shard; what is equal to its tensors is not kept again, and what differs little
-                is kept as a delta.
+                is kept as a delta. Without effect where all tensors differ much.
             fp8: keep matrices as float8_e4m3 with a scale a row where no delta is kept: half the bytes, not exact.
             replace: the teacher may be there already.
             written: called with the bytes of each piece that was written.
@@ -403,6 +403,8 @@ class _Importer:
         self, shard: str, meta: dict[str, Any], base: str | None, digest: str, entries: list[StoredTensor]
     ) -> Manifest:
         json.dumps(meta)  # what can't be read back is refused here
+        if not any(entry.encoding in ("same", "delta") for entry in entries):
+            base, digest = None, ""  # it need not be in memory beside this one
         return Manifest(
             teacher=self.teacher,
             shard=shard,

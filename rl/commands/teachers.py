@@ -150,10 +150,11 @@ def _of_one(options: argparse.Namespace) -> _Wanted:
     trainer = _trainer(options.layout)
     try:
         store = TeacherStore(options.store)
-        teachers = {options.name: TeacherConfig(source=options.source, base=options.base, codec=options.codec)}
+        wanted = {"source": options.source, "base": options.base, "codec": options.codec}
+        teachers = {options.name: TeacherConfig.model_validate(wanted)}
         if options.base in store.names() and options.base != options.name:
-            teachers[options.base] = TeacherConfig(source=_noted(store, options.base)["source"])
-        sources = resolve_all(teachers, DistillationConfig())
+            teachers[options.base] = TeacherConfig.model_validate({"source": _noted(store, options.base)["source"]})
+        sources = resolve_all(teachers, DistillationConfig.model_validate({}))
         (own,) = (source for source in sources if source.name == options.name)
         if options.name in store.names() and not options.replace:
             noted = _noted(store, options.name)
@@ -238,8 +239,9 @@ def _verify(store: TeacherStore, options: argparse.Namespace) -> int:
     for problem in problems:
         print(f"{problem.teacher or '-'}: {problem.path}: {problem.what}")
     for _, manifest in store.manifests():
-        chosen = isinstance(manifest, Manifest) and (not options.names or manifest.teacher in options.names)
-        if chosen and any(tensor.encoding == "fp8" for tensor in manifest.tensors):
+        if not isinstance(manifest, Manifest) or (options.names and manifest.teacher not in options.names):
+            continue
+        if any(tensor.encoding == "fp8" for tensor in manifest.tensors):
             print(f"{manifest.teacher} {manifest.shard}: log-prob error in fp8: {_error(manifest.meta)}")
     print(f"{len(problems)} problems" if problems else "all as it was written")
     return EXIT_FAILED if problems else 0

@@ -51,6 +51,16 @@ def test_a_delta_gives_every_bit_back_and_is_kept_only_when_smaller(tmp_path, sh
         assert added.new_bytes < 0.35 * store.open("t0", SHARD).stored_bytes
 
 
+def test_a_base_that_nothing_is_kept_of_is_not_needed(tmp_path):
+    store, _ = made_store(tmp_path, 1)
+    other = {name: tensor + 1 if tensor.numel() else tensor for name, tensor in weights(5).items()}
+    added = store.add("other", SHARD, other.items(), base="t0")
+    assert set(added.encodings) == {"raw"}
+    assert store.open("other", SHARD).base is None
+    store.remove("t0")
+    assert_same(loaded(store, "other"), other)
+
+
 def test_extents_are_aligned_and_small_shards_of_other_ranks_stand_beside(tmp_path):
     store, _ = made_store(tmp_path, 1)
     store.add("t0", "tp1of2", {"only": torch.arange(5)}.items())
@@ -204,6 +214,46 @@ def test_what_can_t_be_imported_is_refused_by_name(tmp_path):
     with pytest.raises(MissingTeacherError, match="no teacher none with shard"):
         store.open("none", SHARD)
     assert store.names() == ("t0", "tuned")
+
+
+def test_notes_are_added_to_a_shard_and_its_weights_stay(tmp_path):
+    store, teachers = made_store(tmp_path, 2)
+    store.add("tuned", SHARD, finetuned(teachers["t0"], 0.1, 1).items(), {"from": "t0"}, base="t0")
+    store.annotate("tuned", SHARD, {"seen": 3})
+    assert store.open("tuned", SHARD).meta == {"from": "t0", "seen": 3}
+    assert_same(loaded(store, "tuned"), finetuned(teachers["t0"], 0.1, 1))
+    with pytest.raises(TeacherError, match="teacher t0 is the base of tuned"):
+        store.annotate("t0", SHARD, {"seen": 3})  # whose deltas know it by its manifest
+    with pytest.raises(MissingTeacherError, match="no teacher t1 with shard other"):
+        store.annotate("t1", "other", {})
+    assert verify(store) == []
+
+
+def test_a_shard_is_forgotten_alone_unless_it_is_a_base(tmp_path):
+    store, teachers = made_store(tmp_path, 1)
+    store.add("t0", "tp1of2", {"only": torch.arange(5)}.items())
+    store.add("tuned", SHARD, finetuned(teachers["t0"], 0.1, 1).items(), base="t0")
+    with pytest.raises(TeacherError, match="teacher t0 is the base of tuned"):
+        store.forget("t0", SHARD)
+    store.forget("t0", "tp1of2")
+    store.forget("t0", "tp1of2")  # it is gone already
+    assert store.shards("t0") == (SHARD,)
+    store.forget("tuned", SHARD)
+    assert store.names() == ("t0",)
+    assert gc(store).files == 2
+    assert verify(store) == []
+
+
+def test_gc_that_does_not_wait_says_that_an_import_runs(tmp_path):
+    store, _ = made_store(tmp_path, 1)
+
+    def during():
+        yield "a", torch.ones(3)
+        with pytest.raises(TeacherError, match="is being imported to just now"):
+            gc(store, wait=False)
+
+    store.add("new", SHARD, during())
+    assert gc(store, wait=False).files == 0
 
 
 def test_imports_of_several_ranks_run_side_by_side(tmp_path):
