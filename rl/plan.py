@@ -16,7 +16,7 @@ from rollout.engine.capacity import CapacityError, PoolPlan, Version, Workload, 
 from rollout.engine.config import EngineConfig
 from rollout.engine.disaggregation import Role
 from rollout.engine.model_shape import ModelShape, ModelShapeError, model_shape, read_model_shape
-from rollout.engine.throughput import Comparison, Machine, Point, calibrate, predict_curve
+from rollout.engine.throughput import Comparison, Machine, Point, break_even, calibrate, plateau, predict_curve
 
 UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 SGLANG_HOST_RESERVE = 10e9
@@ -43,6 +43,8 @@ class PlanConfig(Section):
     flops: float = Field(gt=0)
     step_overhead_ms: float = Field(ge=0)
     request_overhead_us: float = Field(ge=0)
+    swap_overhead_us: float = Field(ge=0)
+    expert_tile_rows: int | None = Field(gt=0)
     measured: dict[int, float] | None
 
     @field_validator(
@@ -55,11 +57,13 @@ class PlanConfig(Section):
     @property
     def machine(self) -> Machine:
         return Machine(
-            self.hbm_bandwidth,
-            self.pcie_bandwidth,
-            self.flops,
-            self.step_overhead_ms / 1e3,
-            self.request_overhead_us / 1e6,
+            hbm_bandwidth=self.hbm_bandwidth,
+            host_bandwidth=self.pcie_bandwidth,
+            flops=self.flops,
+            step_overhead_s=self.step_overhead_ms / 1e3,
+            request_overhead_s=self.request_overhead_us / 1e6,
+            swap_overhead_s=self.swap_overhead_us / 1e6,
+            expert_tile_rows=self.expert_tile_rows,
         )
 
     @property
@@ -75,11 +79,29 @@ class ServerPlan:
     role: Role
     settings: EngineConfig
     pools: PoolPlan
-    curve: Sequence[Point]
+    machine: Machine
+    """As given, or with the overheads that were measured."""
 
     def requests(self, load: Workload) -> int:
         """Of a server."""
         return self.pools.requests(load) * self.settings.data_parallel_attention
+
+    def curve(
+        self, shape: ModelShape, load: Workload, concurrencies: Sequence[int], locality: float
+    ) -> Sequence[Point]:
+        return predict_curve(self.settings, shape, self.pools, load, concurrencies, self.machine, locality)
+
+
+@dataclass(frozen=True)
+class Worth:
+    """Of HiSparse, for one workload."""
+
+    asked: Comparison
+    """At the concurrencies asked for."""
+    every: Comparison
+    """At each concurrency that a server can run."""
+    break_even: float | None
+    """Locality from which on its plateau is above the plateau without; None where it never is."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +112,10 @@ class Plan:
     without: ServerPlan | None
     """The same without HiSparse, where it has it: of the same GPU bytes."""
     prefill: ServerPlan | None
-
-    @property
-    def comparison(self) -> Comparison | None:
-        return None if self.without is None else Comparison(self.without.curve, self.server.curve)
+    curve: Sequence[Point]
+    """Of the server that decodes, at the concurrencies asked for."""
+    worth: Worth | None
+    """Of HiSparse, where the server has it."""
 
 
 def parse_size(text: str) -> float:
@@ -170,7 +192,9 @@ def make_plan(config: PlanConfig) -> Plan:
         if server.settings.hisparse is not None:
             dense = server.settings.model_copy(update={"hisparse": None, "max_total_tokens": None})
             without = _server_plan(config, shape, server.role, dense)
-        plan = Plan(shape, server, without, roles.get("prefill"))
+        curve = server.curve(shape, config.load, config.concurrency, config.locality)
+        worth = None if without is None else _worth(config, shape, without, server)
+        plan = Plan(shape, server, without, roles.get("prefill"), curve, worth)
     except CapacityError as error:
         raise ConfigError(str(error)) from error
     for problem in _host_problems(config, plan):
@@ -194,8 +218,21 @@ def _server_plan(config: PlanConfig, shape: ModelShape, role: Role, settings: En
     if config.measured is not None:
         dense = settings.model_copy(update={"hisparse": None})
         machine = calibrate(dense, shape, config.load, config.measured, machine)
-    curve = predict_curve(settings, shape, pools, config.load, config.concurrency, machine, config.locality)
-    return ServerPlan(role, settings, pools, curve)
+    return ServerPlan(role, settings, pools, machine)
+
+
+def _worth(config: PlanConfig, shape: ModelShape, without: ServerPlan, sparse: ServerPlan) -> Worth:
+    load = config.load
+    most = max(without.requests(load), sparse.requests(load), 1)
+
+    def compare(concurrencies: Sequence[int]) -> Comparison:
+        return Comparison(*(side.curve(shape, load, concurrencies, config.locality) for side in (without, sparse)))
+
+    def rate(locality: float) -> float:
+        return plateau(sparse.curve(shape, load, [most], locality))
+
+    every = compare(range(1, most + 1))
+    return Worth(compare(config.concurrency), every, break_even(rate, plateau(every.without)))
 
 
 def _host_problems(config: PlanConfig, plan: Plan) -> Iterator[str]:

@@ -1,9 +1,10 @@
 """HiSparse against the radix cache and HiCache at equal GPU bytes: ``python -m benchmarks.engine --json FILE``.
 
 Sections: ``probe`` (bandwidths), ``steady`` (decoding of long outputs at growing concurrency and four top-k localities,
-``benchmarks.engine.steady``), ``agentic`` (multi-turn sessions, ``benchmarks.engine.agentic``). The servers that fit
-share the GPU, and only one is used at a time. Every point is a line of the file as soon as it is there; a section that
-fails leaves its error there, and the next one runs. On a CPU only the machinery can be tried.
+``benchmarks.engine.steady``), ``agentic`` (multi-turn sessions, ``benchmarks.engine.agentic``); when asked for,
+``kernels`` (those that the planner counts, alone). The servers that fit share the GPU, and only one is used at a time.
+Every point is a line of the file as soon as it is there; a section that fails leaves its error there, and the next one
+runs. On a CPU only the machinery can be tried.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 from benchmarks.engine import cpu_model, observe, prediction, report
 from benchmarks.engine.agentic import AgenticPlan, agentic
 from benchmarks.engine.checkpoint import ROTARY, CheckpointMaker, ModelSizes
-from benchmarks.engine.moe_tiles import write_tiles
+from benchmarks.engine.moe_tiles import DECODING, write_tiles
 from benchmarks.engine.options import parse, schedule
 from benchmarks.engine.pools import HiSparsePool, KvBytes, hisparse_pool, plain_tokens
 from benchmarks.engine.reference_indexer import ReferenceIndexer
@@ -99,6 +100,8 @@ class Benchmark:
         self.attempt("checkpoint", self._write_model)
         if "probe" in options.sections:
             self.attempt("probe", self._probe)
+        if "kernels" in options.sections:
+            self.attempt("kernels", self._kernels)
         first = [side for side in options.sides if side != "hicache"]
         if first and {"steady", "agentic"} & set(options.sections):
             self.attempt("servers", lambda: self._stage(first, ("steady", "agentic")))
@@ -116,7 +119,12 @@ class Benchmark:
         if not self.cuda:
             cpu_model.write(self.model)
             return
-        setting = {"pool": dataclasses.asdict(self.pool), "plain_tokens": self.plain_tokens}
+        rows = None if options.default_tiles else DECODING["BLOCK_SIZE_M"]
+        setting = {
+            "pool": dataclasses.asdict(self.pool),
+            "plain_tokens": self.plain_tokens,
+            "expert_tile_rows": rows,
+        }
         self.emit({"section": "setting", "model": self.sizes.hf_config()} | setting)
         maker = CheckpointMaker(self.sizes, "cuda")
         written = maker.write(self.model)
@@ -139,6 +147,11 @@ class Benchmark:
         from benchmarks.engine.probe import probe  # wants CUDA
 
         self.emit({"section": "probe"} | probe(self.kv))
+
+    def _kernels(self) -> None:
+        from benchmarks.engine.kernels import kernels
+
+        self.emit({"section": "kernels"} | kernels(self.sizes, self.kv.latent))
 
     def _spec(self, side: Side) -> ServerSpec:
         options = self.options

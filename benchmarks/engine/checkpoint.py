@@ -51,6 +51,7 @@ class ModelSizes:
     hidden: int = 4096
     experts: int = 128
     expert_size: int = 4096
+    experts_per_token: int = 8
     heads: int = 64
     query_rank: int = 1536
     latent: int = 512
@@ -77,7 +78,7 @@ class ModelSizes:
             "num_key_value_heads": self.heads,
             "n_routed_experts": self.experts,
             "n_shared_experts": 1,
-            "num_experts_per_tok": 8,
+            "num_experts_per_tok": self.experts_per_token,
             "n_group": 1,
             "topk_group": 1,
             "topk_method": "noaux_tc",

@@ -11,7 +11,9 @@ import torch
 from benchmarks.engine.checkpoint import ModelSizes
 from benchmarks.engine.servers import Side
 
-SECTIONS = ("probe", "steady", "agentic")
+SECTIONS = ("probe", "kernels", "steady", "agentic")
+IDLE_GPU = ("probe", "kernels")
+"""That want CUDA, and no server."""
 PREFILL_TOKENS_PER_S = 80_000.0
 """For the plan alone: a guess for the default model on one H200."""
 START_S, COLD_START_S = 110, 260
@@ -24,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--work", type=Path, default=Path("/tmp/engine-benchmark"), help="checkpoints, logs")
     add("--plan", action="store_true", help="print the schedule and the pools, and stop")
-    add("--sections", type=_words, default=list(SECTIONS), help=f"of {','.join(SECTIONS)}")
+    add("--sections", type=_words, default=["probe", "steady", "agentic"], help=f"of {','.join(SECTIONS)}")
     add("--sides", type=_words, default=list(get_args(Side)), help="plain,hisparse,hicache; hicache is agentic only")
     add("--concurrency", type=_integers, help="of the steady section (cuda: 8 to 256)")
     add("--localities", type=_floats, default=[0.95, 0.99, 0.8, 0.5], help="the sweep's, then those at the highest")
@@ -60,7 +62,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser().error(f"--concurrency: {options.concurrency} must grow")
     if not cuda:
         options.sides = ["plain"]
-        options.sections = [section for section in options.sections if section != "probe"]
+        options.sections = [section for section in options.sections if section not in IDLE_GPU]
     return options
 
 
@@ -71,6 +73,8 @@ def schedule(options: argparse.Namespace, plain_requests: int, cold: bool) -> li
     first = [side for side in options.sides if side != "hicache"]
     if "probe" in options.sections:
         steps.append(("probe", 6))
+    if "kernels" in options.sections:
+        steps.append(("kernels", 60 if cold else 30))
     if first and {"steady", "agentic"} & set(options.sections):
         steps += [(f"start {' and '.join(first)}, side by side", start), ("first requests", 8)]
     point = options.window + 3

@@ -1,9 +1,10 @@
 """What the capacity planner says about a measured run, point by point: ``python -m benchmarks.engine.prediction FILE``.
 
-The planner is given the model's config, the bandwidths that the run's probe measured, the localities that the observer
-saw, and two costs of a step that no config tells: one of a step and one of a request, taken from the side *without*
-HiSparse at its two lowest concurrencies. Everything else is predicted: that side's plateau, all of HiSparse's points,
-and the concurrency from which on HiSparse is faster.
+FILE has the JSON lines of a run (``python -m benchmarks.engine --json FILE``), also of one that ended early. The
+planner is given the model's config, the bandwidths that the run's probe measured, the tiles of the experts' kernel that
+the servers were given, the localities that the observer saw, and two costs of a step that no config tells: one of a
+step and one of a request, taken from the side *without* HiSparse at its two lowest concurrencies. Everything else is
+predicted: that side's plateau, all of HiSparse's points, and the concurrency from which on HiSparse is faster.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ class Setting:
     shape: ModelShape
     pool: HiSparsePool
     plain_tokens: int
+    tile_rows: int | None
+    """Of the experts' kernel in decoding; None: SGLang's own."""
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> Setting:
         """From the run's ``setting`` line."""
         pool = HiSparsePool(**line["pool"] | {"kv": KvBytes(**line["pool"]["kv"])})
-        return cls(model_shape(line["model"]), pool, line["plain_tokens"])
+        return cls(model_shape(line["model"]), pool, line["plain_tokens"], line.get("expert_tile_rows"))
 
     def config(self, side: str) -> EngineConfig:
         sparse = side == "hisparse"
@@ -68,14 +71,17 @@ class Setting:
 def machine_of(setting: Setting, probe: Mapping[str, Any], plain: Points) -> Machine:
     """As measured; ``plain``'s first two points give what a step and a request cost beyond the roofline.
 
-    HiSparse's swap-in moves its scattered rows as fast as a large copy (seen: 54.6 of 53.8 GB/s, from the steps at four
-    localities), twice as fast as SGLang's own kernel for such rows (``host_gather_bytes_per_s``).
+    HiSparse's swap-in moves its scattered rows at nearly the speed of a large copy (seen: 53.0 of 55.1 GB/s, from the
+    steps at four localities), twice as fast as another kernel of SGLang's for such rows (``host_gather_bytes_per_s``).
+    Where the run has timed the swap-in itself (section ``kernels``), that counts.
     """
     bare = Machine(
         hbm_bandwidth=probe["gpu_read_bytes_per_s"],
-        host_bandwidth=probe["host_copy_bytes_per_s"],
+        host_bandwidth=probe.get("swap_in_bytes_per_s", probe["host_copy_bytes_per_s"]),
+        swap_overhead_s=probe.get("swap_overhead_s", Machine.swap_overhead_s),
         step_overhead_s=0.0,
         request_overhead_s=0.0,
+        expert_tile_rows=setting.tile_rows,
     )
     beyond = []
     for point in plain[:2]:
@@ -96,11 +102,12 @@ def compare(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     points = [line for line in lines if line.get("section") == "steady" and line.get("tokens_per_s")]
     plain, sparse = ([p for p in points if p["side"] == side] for side in ("plain", "hisparse"))
     settings = [Setting.of(line) for line in lines if line.get("section") == "setting"]
-    probes = [line for line in lines if line.get("section") == "probe" and "error" not in line]
+    whole = [line for line in lines if "error" not in line and "skipped" not in line]
+    probes, timed = ([line for line in whole if line["section"] == name] for name in ("probe", "kernels"))
     if not (settings and probes and len(plain) >= 2 and sparse):
         raise ValueError("the run needs a setting, a probe, two points without HiSparse and one with it")
     setting = settings[-1]
-    machine = machine_of(setting, probes[-1], plain)
+    machine = machine_of(setting, probes[-1] | (timed[-1] if timed else {}), plain)
     found = []
     for point in points:
         locality = seen_locality(point)
@@ -110,6 +117,7 @@ def compare(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "section": "prediction",
                 "side": point["side"],
                 "concurrency": point["concurrency"],
+                "running": point["running"],
                 "locality": locality,
                 "measured": point["tokens_per_s"],
                 "predicted": predicted.tokens_per_s,
@@ -153,6 +161,21 @@ def measured_crossover(plain: Points, sparse: Points) -> float | None:
     return None if slower[-1] == grid[-1] else float(slower[-1])
 
 
+def table(found: Sequence[Mapping[str, Any]]) -> str:
+    """Of what ``compare`` found."""
+    rows = ["| | concurrent | locality | measured tok/s | planned | error |", "|---" * 6 + "|"]
+    for line in found:
+        if line["section"] == "prediction":
+            locality = f"{line['locality']:.1%}" if line["side"] == "hisparse" else ""
+            rates = f"{line['measured']:,.0f} | {line['predicted']:,.0f} | {line['error']:+.1%}"
+            rows.append(f"| {line['side']} | {line['concurrency']} | {locality} | {rates} |")
+        elif line["section"] == "crossover":
+            measured = "none" if line["measured"] is None else f"{line['measured']:.1f}"
+            rows.append(f"\nHiSparse is faster from: measured {measured}, planned {line['predicted']}")
+        else:
+            rows.append(f"machine: {dict(line)}")
+    return "\n".join(rows)
+
+
 if __name__ == "__main__":
-    for made in compare([json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]):
-        print(json.dumps(made))
+    print(table(compare([json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()])))

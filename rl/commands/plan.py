@@ -33,11 +33,12 @@ def main(arguments: Sequence[str]) -> int:
         Console(stderr=True, highlight=False).print(f"[bold red]config error:[/] {escape(str(error))}", soft_wrap=True)
         return EXIT_BAD_CONFIG
     console = Console(highlight=False)
-    from rl.plan_report import curve_table, facts, verdict
+    from rl.plan_report import curve_table, facts, notes, verdict
 
     _print_pairs(console, facts(config, plan))
     console.print(_table(*curve_table(plan)))
-    console.print(escape(verdict(config, plan)), soft_wrap=True)
+    for line in (*notes(plan), *verdict(config, plan)):
+        console.print(escape(line), soft_wrap=True)
     return 0
 
 

@@ -6,6 +6,7 @@ arguments of SGLang's that SGLang does not know in ``arguments``. ``launch`` mak
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -58,6 +59,9 @@ class EngineConfig(Settings):
     """Serve Prometheus metrics at each server's ``/metrics``."""
     routed_experts: bool = False
     """Be able to return which experts computed each token (router replay)."""
+    moe_configs: Path | None = None
+    """Directory of tuned tiles for the experts' kernel, as SGLang's tuner names them: ``configs/triton_X_Y_Z/E=...``.
+    SGLang then reads all of them from there and none of its own; null: its own, or a rule of thumb."""
     deterministic: bool = False
     """Sampling depends on ``Sampling.seed`` alone, not on the batch; slower. Without it those seeds are ignored."""
     seed: int = Field(0, ge=0, lt=2**31)

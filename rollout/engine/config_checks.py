@@ -32,6 +32,10 @@ def problems(config: EngineConfig) -> Iterator[str]:
     twice = sorted((arguments(config, Path(), 0, 0).keys() | OWN_ARGUMENTS) & extra.keys())
     if twice:
         yield f"extra_args sets {twice}, which other keys of engine set"
+    if config.moe_configs is not None and config.device == "cpu":
+        yield "moe_configs is for the kernel of a GPU, and device is cpu: set moe_configs to null"
+    if config.moe_configs is not None and config.deterministic:
+        yield "moe_configs is not read with deterministic: set moe_configs to null, or deterministic to false"
     if config.hicache is not None:
         yield from hicache.problems(config.hicache)
         if not config.prefix_cache:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rollout.engine import hisparse
+from rollout.engine import expert_tiles, hisparse
 from rollout.engine.config import EngineConfig
 from rollout.engine.launch import server_specs
 from rollout.engine.model_shape import ModelShape
@@ -27,6 +27,7 @@ def problems(config: EngineConfig, shape: ModelShape, gpus: int | None = None) -
         prefix = "engine" if role == "both" else f"engine.disaggregation.{role}"
         settings = config.for_role(role)
         yield from _division_problems(prefix, settings, shape)
+        yield from (f"engine.{problem}" for problem in expert_tiles.problems(settings, shape))
         if settings.hisparse is not None:
             for problem in hisparse.model_problems(settings.hisparse, shape.index_topk, shape.model_type):
                 yield f"engine.{problem}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollout.engine import hisparse
+from rollout.engine import expert_tiles, hisparse
 from rollout.engine.disaggregation import Role
 from rollout.engine.model_shape import read_model_shape
 from rollout.engine.settings import Argument, flags
@@ -107,7 +107,7 @@ def environment(config: EngineConfig) -> dict[str, str]:
     """What SGLang itself reads from its environment."""
     common = {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}  # seconds until a cancelled request is noticed and ended
     if config.device == "cuda":
-        return common
+        return common | expert_tiles.environment(config)
     return common | {
         "SGLANG_USE_CPU_ENGINE": "1",
         "TORCHDYNAMO_DISABLE": "1",  # no Triton to compile for

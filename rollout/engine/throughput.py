@@ -8,14 +8,19 @@ unless the machine says how fast it prefills.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rollout.engine import expert_tiles
 from rollout.engine.capacity import PoolPlan, Workload, entry_bytes
 from rollout.engine.config import EngineConfig
 from rollout.engine.model_shape import ModelShape
+
+BISECTIONS = 10
+"""Of a locality: to a thousandth."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,12 @@ class Machine:
     """Of a step, whatever it computes: launches, scheduling, communication."""
     request_overhead_s: float = 0.0
     """Of a step, for each request of an attention group: sampling, bookkeeping, what the roofline does not know."""
+    swap_overhead_s: float = 30e-6
+    """Of HiSparse's swap-in in each layer, whatever it fetches: it looks the top-k up in the hot buffer and keeps the
+    order of use. Seen on an H200 at 8 and 32 requests: a step with HiSparse less one without, less the bytes."""
+    expert_tile_rows: int | None = None
+    """Tokens of an expert that its kernel multiplies together, reading the expert's weights anew for the next ones;
+    None: as many as SGLang takes by itself (``expert_tiles``)."""
     prefill_tokens_per_s: float | None = None
     """None: only decoding is counted."""
 
@@ -44,7 +55,7 @@ class StepCost:
     """Reading weights or multiplying with them, what takes longer."""
     attention: float
     swap: float
-    """Fetching KV entries from the host, as far as nothing hides it."""
+    """Finding which KV entries are missing, and fetching them from the host as far as nothing hides it."""
     overhead: float
 
     @property
@@ -89,6 +100,22 @@ class Comparison:
 def plateau(curve: Sequence[Point]) -> float:
     """The most tokens a second that any concurrency gives."""
     return max(point.tokens_per_s for point in curve)
+
+
+def break_even(rate: Callable[[float], float], without: float) -> float | None:
+    """The least locality with which HiSparse is as fast as without; None where it is slower with any.
+
+    Args:
+        rate: tokens a second with HiSparse by locality, not falling.
+        without: tokens a second.
+    """
+    if rate(1.0) < without:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if rate(middle) >= without else (middle, high)
+    return 0.0 if rate(0.0) >= without else high
 
 
 def predict_curve(
@@ -154,7 +181,7 @@ def decode_step(
         transfer = in_group * shape.layers * missed * entry_bytes(config, shape) / machine.host_bandwidth
         shared = 1 - shape.indexer.layers / shape.layers
         hidden = min(shared * transfer, shared * (weights + attention))  # their indices are known a layer ahead
-        swap = transfer - hidden
+        swap = transfer - hidden + shape.layers * machine.swap_overhead_s
     overhead = machine.step_overhead_s + in_group * machine.request_overhead_s
     return StepCost(weights, attention, swap, overhead)
 
@@ -176,20 +203,37 @@ def distinct_experts(routed: int, per_token: int, tokens: int) -> float:
     return routed * (1 - (1 - per_token / routed) ** tokens)
 
 
+@functools.cache
+def expert_reads(routed: int, per_token: int, tokens: int, rows: int) -> float:
+    """Experts that a batch reads in a layer, each as often as its tokens fill tiles of so many rows.
+
+    Were each token's experts chosen evenly, an expert has Binomial(tokens, per_token / routed) of them. Every tile goes
+    over all of its expert's weights (SGLang's ``fused_moe_kernel``).
+    """
+    if rows >= tokens:
+        return distinct_experts(routed, per_token, tokens)
+    share = per_token / routed
+    if share >= 1:
+        return float(routed * -(-tokens // rows))
+    count = np.arange(tokens + 1)
+    odds = np.log((tokens - count[:-1]) / count[1:] * share / (1 - share))
+    chance = np.exp(tokens * np.log1p(-share) + np.concatenate([[0.0], np.cumsum(odds)]))
+    return float(routed * (chance @ -(-count // rows)))
+
+
 def _weights_seconds(config: EngineConfig, shape: ModelShape, running: int, machine: Machine) -> float:
     tp, group = config.tensor_parallel, config.tensor_parallel // config.data_parallel_attention
-    touched = 1.0 if shape.experts is None else distinct_experts(*_routing(shape), running) / shape.experts.routed
+    touched = 1.0
+    if shape.experts is not None:
+        routed = shape.experts.routed
+        rows = machine.expert_tile_rows or expert_tiles.default_rows(config, shape, running)
+        touched = expert_reads(routed, shape.experts.per_token, running, rows) / routed
     attention = shape.sharded_attention_weights / group + shape.replicated_attention_weights
     read = (shape.mlp_weights(touched) / tp + attention) * shape.weight_bytes
     read += shape.vocab * shape.hidden * max(2, shape.weight_bytes) / tp
     in_group = -(-running // config.data_parallel_attention)
     products = running * (shape.active_parameters - group * attention) / tp + in_group * attention
     return max(read / machine.hbm_bandwidth, 2 * products / machine.flops)
-
-
-def _routing(shape: ModelShape) -> tuple[int, int]:
-    assert shape.experts is not None
-    return shape.experts.routed, shape.experts.per_token
 
 
 def _attention_seconds(config: EngineConfig, shape: ModelShape, length: float, machine: Machine) -> float:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given
@@ -17,9 +18,11 @@ from rollout.engine.throughput import (
     Machine,
     Point,
     StepCost,
+    break_even,
     calibrate,
     decode_step,
     distinct_experts,
+    expert_reads,
     misses,
     plateau,
     predict_curve,
@@ -103,6 +106,49 @@ def test_shared_indices_hide_transfers_behind_computation():
 def test_a_step_of_few_requests_reads_their_experts_alone():
     assert distinct_experts(256, 8, 1) == pytest.approx(8)
     assert distinct_experts(256, 8, 10_000) == pytest.approx(256)
+
+
+def test_experts_are_read_as_often_as_their_tokens_fill_tiles():
+    numbers = np.random.default_rng(0)
+    for tokens, rows in ((48, 16), (128, 16), (256, 16), (512, 16), (512, 64)):
+        counts = [
+            np.bincount(np.concatenate([numbers.permutation(128)[:8] for _ in range(tokens)]), minlength=128)
+            for _ in range(50)
+        ]
+        drawn = np.mean([np.ceil(count / rows).sum() for count in counts])
+        assert expert_reads(128, 8, tokens, rows) == pytest.approx(drawn, rel=0.01)
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 300), st.integers(1, 64))
+def test_reads_lie_between_the_experts_touched_and_a_tile_a_token(routed, per_token, tokens, rows):
+    per_token = min(per_token, routed)
+    reads = expert_reads(routed, per_token, tokens, rows)
+    distinct = distinct_experts(routed, per_token, tokens)
+    assert distinct * (1 - 1e-9) <= reads <= (tokens * per_token) * (1 + 1e-9)
+    assert expert_reads(routed, per_token, tokens, rows + 1) <= reads * (1 + 1e-9)
+    assert expert_reads(routed, per_token, tokens, 1) == pytest.approx(tokens * per_token)
+
+
+def test_small_tiles_cost_a_step_of_many_tokens():
+    config = engine(sparse=False, max_running_requests=1024)
+    small, by_itself = (
+        decode_step(config, GLM5, 1024, LOAD, Machine(expert_tile_rows=rows), 1.0) for rows in (16, None)
+    )
+    few = [decode_step(config, GLM5, 16, LOAD, Machine(expert_tile_rows=rows), 1.0) for rows in (16, None)]
+    assert small.weights > 1.5 * by_itself.weights
+    assert few[0].weights == pytest.approx(few[1].weights, rel=1e-3)
+
+
+def test_looking_up_the_hot_buffers_costs_every_layer():
+    step = decode_step(engine(), GLM5, 8, LOAD, Machine(swap_overhead_s=1e-3), 1.0)
+    assert step.swap == pytest.approx(78e-3)
+    assert decode_step(engine(sparse=False), GLM5, 8, LOAD, Machine(swap_overhead_s=1e-3), 1.0).swap == 0
+
+
+def test_break_even():
+    assert break_even(lambda locality: 100 * locality, 30) == pytest.approx(0.3, abs=1e-3)
+    assert break_even(lambda locality: 100 * locality, 101) is None
+    assert break_even(lambda locality: 100 * locality + 50, 40) == 0
 
 
 def test_prefill_takes_its_share():

@@ -1,6 +1,7 @@
 """``atelier plan`` prints a plan from configs alone, and refuses what can't be planned in a line that says why."""
 
 import json
+import re
 
 import pytest
 
@@ -26,7 +27,7 @@ def test_glm5_with_hisparse(capsys):
     assert "61,464 B a GPU" in out
     assert "104 a server at 32,768 + 8,192 tokens; without HiSparse 32" in out
     assert "up to 2,048 tokens prefill attends densely (MHA mode)" in out
-    assert "HiSparse is worth it from" in out
+    assert "HiSparse: turn it on if a server runs at least" in out
 
 
 def test_an_sglang_that_counts_too_little(capsys):
@@ -37,7 +38,7 @@ def test_an_sglang_that_counts_too_little(capsys):
 def test_a_dense_model(capsys):
     out = said(capsys, "engine=gpu", "model=qwen3_8b", "gpus=1")
     assert "147,456 B a GPU (bfloat16, 36 layers, 8 KV heads of 128)" in out
-    assert "HiSparse: qwen3 attends to every token" in out
+    assert "HiSparse: leave it off. qwen3 attends to every token" in out
 
 
 def test_prefill_and_decode_apart(capsys):
@@ -48,17 +49,44 @@ def test_prefill_and_decode_apart(capsys):
 
 def test_short_contexts_are_not_worth_it(capsys):
     out = said(capsys, "context=2048", "output=1024")
-    assert "HiSparse is not worth it: below 2,048 tokens attention is dense" in out
+    assert "HiSparse: leave it off. Up to 2,048 tokens attention is dense" in out
 
 
 def test_without_locality_it_is_not_worth_it(capsys):
-    assert "HiSparse is not worth it:" in said(capsys, "locality=0", "pcie_bandwidth=5GB")
+    out = said(capsys, "locality=0", "pcie_bandwidth=5GB")
+    assert "HiSparse: leave it off." in out
+    assert "it loses with any number of requests" in out
+    assert "it wins from a locality of 0." in out
+
+
+def test_advice_is_for_the_concurrencies_asked_for(capsys):
+    """The least that is worth it does not depend on them."""
+    low, both, high = (said(capsys, "context=40960", f"concurrency={at}") for at in ("[4,8]", "[8,64]", "[64,256]"))
+    since = {re.search(r"(?:from|at least) (\d+) requests", out)[1] for out in (low, both, high)}
+    assert len(since) == 1
+    assert 32 < int(since.pop()) < 64  # 32 is what runs without HiSparse
+    assert "leave it off for what was asked (0.76 x at 4 to 0.81 x at 8)" in low
+    assert "with fewer it loses (0.81 x at 8)" in both
+    assert "turn it on. It is worth it from" in high
+
+
+def test_without_hisparse_it_says_how_to_compare(capsys):
+    sizes = ("engine.tensor_parallel=8", "engine.data_parallel_attention=8", "engine.max_running_requests=512")
+    out = said(capsys, "engine=gpu", "model=glm5", *sizes)
+    assert "HiSparse: not compared" in out
+
+
+def test_more_tokens_than_experts_are_noted(capsys):
+    bf16 = ("model.hf_config.quantization_config=null", "gpu_memory=400GB", "concurrency=[512]")
+    assert "E=256,N=256,device_name=" in said(capsys, *bf16)
+    assert "Note:" not in said(capsys, *bf16[:2], "concurrency=[256]")
+    assert "Note:" not in said(capsys, "concurrency=[512]")  # fp8's tiles do not depend on it
 
 
 def test_measurements_replace_the_overheads():
     _, slow = plan("measured={8: 100, 32: 300}", "context=40960")
-    assert slow.without is not None
-    rates = {point.concurrency: point.tokens_per_s for point in slow.without.curve}
+    assert slow.worth is not None
+    rates = {point.concurrency: point.tokens_per_s for point in slow.worth.asked.without}
     assert rates[8] == pytest.approx(100, rel=0.01)
     assert rates[32] == pytest.approx(300, rel=0.01)
 
