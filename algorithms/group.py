@@ -15,10 +15,10 @@ from algorithms.aggregation import Aggregation, token_weights
 from algorithms.filters import Stale, trained_tokens
 from algorithms.kl import KLEstimator, reference_kl
 from algorithms.packed import rollout_sums, sample_sums, spread
+from algorithms.rollout_distribution import SampledConfig, distribution_metrics
 from algorithms.tokens import TokenLoss, needed, token_loss
 from algorithms.types import (
     Algorithm,
-    AlgorithmConfig,
     GroupDecision,
     LossInputs,
     LossOutput,
@@ -28,7 +28,7 @@ from algorithms.types import (
 )
 
 
-class GroupConfig(AlgorithmConfig):
+class GroupConfig(SampledConfig):
     """Options of every algorithm with a group baseline. Where a source is silent, the default is ours and says so."""
 
     group_size: int = Field(8, ge=2)
@@ -80,6 +80,8 @@ class GroupAlgorithm(Algorithm, Generic[C]):
         self.group_size = config.group_size
         self.max_staleness = config.max_staleness
         self.drops_stale = config.stale is Stale.DROP
+        self.rollout_top_k = config.rollout_top_k or None
+        self.needs = self.needs | config.top_k_needs()
         if config.kl_coefficient:
             self.needs = self.needs | {Need.REF_LOGPROBS}
 
@@ -113,7 +115,7 @@ class GroupAlgorithm(Algorithm, Generic[C]):
         return Targets(
             advantages=spread(per_rollout[rollout].to(torch.float32), batch.cu_seqlens),
             weights=token_weights(batch, trained, config.aggregation),
-            metrics={**trained.metrics, **moments(per_rollout[trains])},
+            metrics={**trained.metrics, **moments(per_rollout[trains]), **distribution_metrics(batch, config)},
         )
 
     def loss(self, inputs: LossInputs) -> LossOutput:

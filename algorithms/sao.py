@@ -21,10 +21,10 @@ from algorithms.filters import Stale, Trained, trained_tokens
 from algorithms.gae import skip_observation_gae
 from algorithms.packed import rollout_sums, spread
 from algorithms.ratios import double_sided
+from algorithms.rollout_distribution import SampledConfig, distribution_metrics
 from algorithms.tokens import TokenLoss, needed, token_loss
 from algorithms.types import (
     Algorithm,
-    AlgorithmConfig,
     LossInputs,
     LossOutput,
     Need,
@@ -35,7 +35,7 @@ from algorithms.types import (
 from algorithms.value import value_loss
 
 
-class Config(AlgorithmConfig):
+class Config(SampledConfig):
     epsilon_low: float = Field(0.3, gt=0, le=1)
     """ε_low: 0.3 for reasoning, 0.8 for coding agents."""
     epsilon_high: float = Field(5.0, gt=0)
@@ -65,6 +65,8 @@ class SAO(Algorithm):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.max_staleness = config.max_staleness
+        self.rollout_top_k = config.rollout_top_k or None
+        self.needs = self.needs | config.top_k_needs()
 
     def prepare(self, batch: RolloutBatch) -> Targets:
         config, rollout = self.config, batch.rollout.long()
@@ -82,7 +84,7 @@ class SAO(Algorithm):
         if config.whiten:
             advantages = whitened(advantages, trained, batch)
         weights = token_weights(batch, trained, Aggregation.TOKEN_MEAN)
-        return Targets(advantages, weights, returns, trained.metrics)
+        return Targets(advantages, weights, returns, {**trained.metrics, **distribution_metrics(batch, config)})
 
     def loss(self, inputs: LossInputs) -> LossOutput:
         return token_loss(self._objective, inputs)

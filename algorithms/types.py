@@ -34,6 +34,7 @@ class Need(StrEnum):
     VALUES = "values"
     TEACHER_LOGPROBS = "teacher_logprobs"
     LOGITS = "logits"  # the policy's own, in ``LossInputs``, with gradient
+    ROLLOUT_TOP_LOGPROBS = "rollout_top_logprobs"  # of the ``rollout_top_k`` likeliest tokens, from the engine
     TEACHER_VIEWS = "teacher_views"  # the teachers' distributions over (a part of) the vocabulary, in ``LossInputs``
 
 
@@ -65,6 +66,10 @@ class RolloutBatch:
     ref_logprobs: Float32[Tensor, " tokens"] | None = None
     values: Float32[Tensor, " tokens"] | None = None
     teacher_logprobs: Float32[Tensor, " tokens"] | None = None
+    top_ids: Int[Tensor, "tokens k"] | None = None
+    """The engine's likeliest tokens at each position of the action mask, the likeliest first; -1 off the mask."""
+    top_logprobs: Float32[Tensor, "tokens k"] | None = None
+    """Their log π_inf; 0 off the mask."""
 
     @property
     def samples(self) -> int:
@@ -201,6 +206,8 @@ class Algorithm(ABC):
     """``prepare`` leaves out what lags the current weights by more versions; None where it takes everything."""
     teacher_top_k: int | None = None
     """k of the teachers' views; None where they cover the whole vocabulary."""
+    rollout_top_k: int | None = None
+    """k of the engine's likeliest tokens; None where it needs none."""
     drops_stale: bool = True
     """A rollout with one such token is left out whole; False where only those tokens are."""
 

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
 from algorithms.types import LossInputs, RolloutBatch, Targets
-from rollout.trajectory import Trajectory
+from rollout.trajectory import NOT_RECORDED, Trajectory
 
 RolloutKey = tuple[int, int]
 """``(group_id, sample_id)`` of a rollout."""
@@ -97,6 +97,8 @@ def build_batch(
         truncated=torch.from_numpy(truncated),
         dropped=torch.from_numpy(dropped_mask),
         repeated=torch.from_numpy(repeated),
+        top_ids=_optional(trajectories, "top_ids", np.int32(NOT_RECORDED)),
+        top_logprobs=_optional(trajectories, "top_logprobs", np.float32(0)),
     )
     temperature = torch.tensor([t.temperature for t in trajectories], dtype=torch.float32)
     return TrainBatch(
@@ -104,20 +106,26 @@ def build_batch(
         temperature,
         batch,
         batch.action_mask,
-        _routed_experts(trajectories),
+        _optional(trajectories, "routed_experts", np.int32(NOT_RECORDED)),
     )
 
 
-def _routed_experts(trajectories: Sequence[Trajectory]) -> Int[Tensor, "tokens layers top_k"] | None:
-    shapes = {t.routed_experts.shape[1:] for t in trajectories if t.routed_experts is not None}
+def _optional(trajectories: Sequence[Trajectory], name: str, unrecorded: np.generic) -> Tensor | None:
+    """An array that trajectories may lack: rows of ``unrecorded`` for those that do, None where all do.
+
+    Raises:
+        ValueError: its rows have different shapes.
+    """
+    arrays = [getattr(t, name) for t in trajectories]
+    shapes = {array.shape[1:] for array in arrays if array is not None}
     if not shapes:
         return None
     if len(shapes) > 1:
-        raise ValueError(f"routed_experts have different (layers, top_k): {sorted(shapes)}")
+        raise ValueError(f"the rows of {name} have different shapes: {sorted(shapes)}")
     shape = shapes.pop()
-    unrecorded = np.int32(-1)
     parts = [
-        np.full((len(t), *shape), unrecorded) if t.routed_experts is None else t.routed_experts for t in trajectories
+        np.full((len(t), *shape), unrecorded) if array is None else array
+        for t, array in zip(trajectories, arrays, strict=True)
     ]
     return _joined(parts)
 

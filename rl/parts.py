@@ -151,4 +151,4 @@ def _head(trajectory: Trajectory, length: int) -> Trajectory:
     """Its first tokens, at temperature 1."""
     arrays = ("token_ids", "action_mask", "rollout_logprobs", "weight_versions", "turn_index")
     cut = {name: getattr(trajectory, name)[:length] for name in arrays}
-    return trajectory.replace(temperature=1.0, routed_experts=None, **cut)
+    return trajectory.replace(temperature=1.0, routed_experts=None, top_ids=None, top_logprobs=None, **cut)

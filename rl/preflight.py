@@ -18,7 +18,7 @@ from rl.config import SUPERVISED, ConfigError, RunConfig
 from rl.run_folder import RunFolder
 from rl.teachers.checks import TeachingPlan, check_teachers
 from rl.trainer.manifest import CheckpointError, read_manifest
-from rl.trainer.result import COMPUTED_NEEDS
+from rl.trainer.result import COMPUTED_NEEDS, RECORDED_NEEDS
 from rollout.engine import fit, router_settings
 from rollout.engine.arguments import ArgumentsError, check_extra_args
 from rollout.engine.model_shape import ModelShapeError, read_model_shape
@@ -64,6 +64,11 @@ class Plan:
             name: (name, [(p.prompt_id, p.data) for p in task.prompts("eval")[:size]])
             for name, task in sorted(self.tasks.items())
         }
+
+    @property
+    def top_logprobs(self) -> int:
+        """How many of the likeliest tokens the engine returns at each position, for the algorithm."""
+        return 0 if self.config.stage in SUPERVISED else self.algorithm.rollout_top_k or 0
 
     @property
     def needs_engine(self) -> bool:
@@ -148,7 +153,7 @@ def _engine(config: RunConfig) -> None:
 
 
 def _needs(config: RunConfig, algorithm: Algorithm) -> None:
-    missing = sorted(algorithm.needs - COMPUTED_NEEDS)
+    missing = sorted(algorithm.needs - COMPUTED_NEEDS - RECORDED_NEEDS)
     if missing:
         raise ConfigError(
             f"algorithm={config.algorithm['name']} with these options needs {', '.join(missing)}, which no stage "

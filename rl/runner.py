@@ -62,7 +62,7 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
         with stopwatch.phase("start"):
             if plan.needs_engine:
                 starting = asyncio.create_task(
-                    start_serving(config, renderer, model_dir, registry, stack, folder.logs, say)
+                    start_serving(config, renderer, model_dir, registry, stack, folder.logs, say, plan.top_logprobs)
                 )
                 await asyncio.sleep(0)  # the servers start while Ray does
             start_ray(config.cluster, stack)

@@ -49,13 +49,18 @@ async def start_serving(
     stack: AsyncExitStack,
     logs: Path,
     say: Callable[[str], None],
+    top_logprobs: int = 0,
 ) -> Serving:
     """Start everything together; ``stack`` ends it, the last started first.
+
+    Args:
+        top_logprobs: likeliest tokens that are recorded at each sampled position.
 
     Raises:
         ProcessError, EngineError, TaskServerError: something did not come up; the message names it and its log.
     """
     shape = _experts_shape(model_dir) if config.engine.routed_experts else (0, 0)
+    _check_top_logprobs(model_dir, top_logprobs)
     launcher = RayLauncher(config.engine, logs) if config.engine.placement == "ray" else None
     fleet = EngineFleet(config.engine, registry, logs, on_progress=say, launcher=launcher, experts_shape=shape)
     stack.push_async_callback(fleet.stop)
@@ -64,7 +69,14 @@ async def start_serving(
     for name, task in config.tasks.items():
         urls, processes[name] = _task_servers(name, task, registry, logs)
         clients[name] = await stack.enter_async_context(TaskClient(name, urls))
-    gateway = Gateway(fleet, renderer, config.engine.context_length, config.model.name, config.engine.routed_experts)
+    gateway = Gateway(
+        fleet,
+        renderer,
+        config.engine.context_length,
+        config.model.name,
+        config.engine.routed_experts,
+        top_logprobs,
+    )
     await gateway.start(config.rollout.gateway_host, config.rollout.gateway_port)
     stack.push_async_callback(gateway.stop)
     try:
@@ -92,6 +104,18 @@ def _experts_shape(model_dir: Path) -> tuple[int, int]:
     if top_k is None:
         raise ConfigError(f"engine.routed_experts: {model_dir} is no mixture of experts; set it to false")
     return int(layers), int(top_k)
+
+
+def _check_top_logprobs(model_dir: Path, count: int) -> None:
+    """Raises:
+    ConfigError: the model has fewer tokens."""
+    if not count:
+        return
+    vocabulary = AutoConfig.from_pretrained(model_dir).get_text_config().vocab_size
+    if count > vocabulary:
+        raise ConfigError(
+            f"algorithm.rollout_top_k={count}, but the vocabulary of {model_dir} has {vocabulary} tokens; lower it"
+        )
 
 
 async def check_remote_tasks(config: RunConfig) -> None:

@@ -102,6 +102,7 @@ class Gateway:
         context_length: int,
         model_name: str,
         routed_experts: bool = False,
+        top_logprobs: int = 0,
     ) -> None:
         self.engines = engines
         self.renderer = renderer
@@ -109,6 +110,8 @@ class Gateway:
         self.model_name = model_name
         self.routed_experts = routed_experts
         """Record which experts computed each token."""
+        self.top_logprobs = top_logprobs
+        """Record so many of the likeliest tokens at each position that is sampled."""
         self.telemetry = Telemetry()
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
@@ -241,6 +244,7 @@ class Gateway:
                 temperature=session.record.temperature,
                 max_new_tokens=limit - len(sampled),
                 seed=None if session.seed is None else _turn_seed(session.seed, turns, attempt),
+                top_logprobs=self.top_logprobs,
                 routed_experts_from=rows if self.routed_experts else None,
             )
             try:

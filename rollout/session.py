@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Int32
 
 from rollout.chat import ChatRenderer, Message
-from rollout.engine.protocol import FinishReason, Generation
-from rollout.trajectory import NO_VERSION, StopReason, Trajectory
+from rollout.engine.protocol import FinishReason, Generation, TopLogprobs
+from rollout.trajectory import NO_VERSION, NOT_RECORDED, StopReason, Trajectory
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Segment:
     turn: list[int] = field(default_factory=list)
     experts: list[Int32[np.ndarray, "positions layers top_k"]] = field(default_factory=list)
     """Routed experts of the first positions, where they are recorded: each by the request that first passed it."""
+    top: list[TopLogprobs] = field(default_factory=list)
+    """Of the sampled tokens, where they are recorded: a row each, in their order."""
     turns: int = 0
     stopped: bool = False
     """Whether the last reply ended with its stop token."""
@@ -53,6 +55,8 @@ class Segment:
             self.turn.extend([self.turns] * len(generation.token_ids))
             if generation.routed_experts is not None:
                 self.experts.append(generation.routed_experts)
+            if generation.top_logprobs is not None:
+                self.top.append(generation.top_logprobs)
         self.turns += 1
         self.stopped = generations[-1].finish_reason is FinishReason.STOP
         self.messages.append(message)
@@ -66,8 +70,28 @@ class Segment:
         if not self.experts:
             return None
         known = np.concatenate(self.experts)
-        rest = np.full((len(self.token_ids) - len(known), *known.shape[1:]), -1, np.int32)
+        rest = np.full((len(self.token_ids) - len(known), *known.shape[1:]), NOT_RECORDED, np.int32)
         return np.concatenate([known, rest])
+
+    def top_logprobs(self) -> TopLogprobs | None:
+        """A row a token, that of a sampled token where it stands. None where none were recorded.
+
+        Raises:
+            ValueError: they were recorded for some of the sampled tokens only.
+        """
+        if not self.top:
+            return None
+        sampled = np.asarray(self.versions, np.int32) != NO_VERSION
+        ids = np.concatenate([top.token_ids for top in self.top])
+        if len(ids) != sampled.sum():
+            raise ValueError(f"the likeliest tokens of {len(ids)} positions were recorded, of {sampled.sum()} sampled")
+        spread = TopLogprobs(
+            np.full((len(sampled), ids.shape[1]), NOT_RECORDED, np.int32),
+            np.zeros((len(sampled), ids.shape[1]), np.float32),
+        )
+        spread.token_ids[sampled] = ids
+        spread.logprobs[sampled] = np.concatenate([top.logprobs for top in self.top])
+        return spread
 
 
 @dataclass(frozen=True)
@@ -118,24 +142,29 @@ class SessionRecord:
 
     def trajectories(self, reward: float, stop_reason: StopReason, metrics: dict[str, float]) -> list[Trajectory]:
         """One trajectory a segment, in the order they began."""
-        return [
-            Trajectory(
-                token_ids=np.asarray(segment.token_ids, dtype=np.int32),
-                action_mask=np.asarray(segment.versions, dtype=np.int32) != NO_VERSION,
-                rollout_logprobs=np.asarray(segment.logprobs, dtype=np.float32),
-                weight_versions=np.asarray(segment.versions, dtype=np.int32),
-                turn_index=np.asarray(segment.turn, dtype=np.int32),
-                temperature=self.temperature,
-                reward=reward,
-                task=self.key.task,
-                epoch=self.key.epoch,
-                prompt_id=self.key.prompt_id,
-                group_id=self.key.group_id,
-                sample_id=self.key.sample_id,
-                stop_reason=stop_reason,
-                segment=index,
-                routed_experts=segment.routed_experts(),
-                metrics=metrics,
-            )
-            for index, segment in enumerate(self.segments)
-        ]
+        return [self._trajectory(*each, reward, stop_reason, metrics) for each in enumerate(self.segments)]
+
+    def _trajectory(
+        self, index: int, segment: Segment, reward: float, stop_reason: StopReason, metrics: dict[str, float]
+    ) -> Trajectory:
+        top = segment.top_logprobs()
+        return Trajectory(
+            token_ids=np.asarray(segment.token_ids, dtype=np.int32),
+            action_mask=np.asarray(segment.versions, dtype=np.int32) != NO_VERSION,
+            rollout_logprobs=np.asarray(segment.logprobs, dtype=np.float32),
+            weight_versions=np.asarray(segment.versions, dtype=np.int32),
+            turn_index=np.asarray(segment.turn, dtype=np.int32),
+            temperature=self.temperature,
+            reward=reward,
+            task=self.key.task,
+            epoch=self.key.epoch,
+            prompt_id=self.key.prompt_id,
+            group_id=self.key.group_id,
+            sample_id=self.key.sample_id,
+            stop_reason=stop_reason,
+            segment=index,
+            routed_experts=segment.routed_experts(),
+            top_ids=None if top is None else top.token_ids,
+            top_logprobs=None if top is None else top.logprobs,
+            metrics=metrics,
+        )

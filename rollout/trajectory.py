@@ -12,6 +12,8 @@ from jaxtyping import Bool, Float32, Int32
 
 NO_VERSION = -1
 """Weight version of a token that no policy sampled (prompt, observation)."""
+NOT_RECORDED = -1
+"""Expert, or likeliest token, of a position for which the engine said none."""
 
 
 class StopReason(enum.StrEnum):
@@ -57,6 +59,12 @@ class Trajectory:
     repeated: bool = False
     """A copy in the place of a failed rollout of its group: it trains, but its group's baseline leaves it out."""
     routed_experts: Int32[np.ndarray, "tokens layers top_k"] | None = None
+    """Experts that the engine chose, where they were asked for; ``NOT_RECORDED`` where it did not compute the token."""
+    top_ids: Int32[np.ndarray, "tokens k"] | None = None
+    """The likeliest tokens at each position that the policy sampled, the likeliest first, where they were asked for;
+    ``NOT_RECORDED`` where ``action_mask`` is False."""
+    top_logprobs: Float32[np.ndarray, "tokens k"] | None = None
+    """Their log-probs, as ``rollout_logprobs``; 0 where ``action_mask`` is False."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,6 +90,22 @@ class Trajectory:
                 f"trajectory {self.task}/{self.prompt_id}: routed_experts has {len(self.routed_experts)} rows, "
                 f"it must have {length}, one a token"
             )
+        self._check_top()
+
+    def _check_top(self) -> None:
+        ids, logprobs = self.top_ids, self.top_logprobs
+        if ids is None and logprobs is None:
+            return
+        where = f"trajectory {self.task}/{self.prompt_id}: top_ids and top_logprobs"
+        if ids is None or logprobs is None:
+            raise ValueError(f"{where} go together, one of them is missing")
+        expected = (len(self.token_ids), *ids.shape[1:])
+        if ids.ndim != 2 or ids.dtype != np.int32 or ids.shape != expected:
+            raise ValueError(f"{where}: the ids are {ids.dtype}{ids.shape}, they must be int32({expected[0]}, k)")
+        if logprobs.shape != ids.shape or logprobs.dtype != np.float32:
+            raise ValueError(f"{where}: the log-probs are {logprobs.dtype}{logprobs.shape}, the ids int32{ids.shape}")
+        if ((ids >= 0) != self.action_mask[:, None]).any():
+            raise ValueError(f"{where} must be of the sampled tokens, and of no others")
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -41,6 +41,8 @@ class UpdateResult:
 
 COMPUTED_NEEDS = frozenset({Need.OLD_LOGPROBS, Need.TEACHER_LOGPROBS, Need.TEACHER_VIEWS, Need.LOGITS})
 """What an update computes for an algorithm; the teachers' part where teachers are loaded."""
+RECORDED_NEEDS = frozenset({Need.ROLLOUT_TOP_LOGPROBS})
+"""What the rollouts' records hold, since the gateway asks the engine for what the algorithm needs."""
 
 
 class NonFiniteUpdateError(ArithmeticError):

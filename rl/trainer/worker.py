@@ -33,7 +33,13 @@ from rl.stopwatch import Stopwatch
 from rl.teachers.teaching import TeacherSetup, Teaching
 from rl.trainer import platform
 from rl.trainer.config import OptimizerConfig, TrainerConfig
-from rl.trainer.result import COMPUTED_NEEDS, MissingInputError, NonFiniteUpdateError, UpdateResult
+from rl.trainer.result import (
+    COMPUTED_NEEDS,
+    RECORDED_NEEDS,
+    MissingInputError,
+    NonFiniteUpdateError,
+    UpdateResult,
+)
 from rl.trainer.schedule import learning_rate
 from rl.weights.rank import RankSender
 from rl.weights.serialize import Bucket, make_buckets
@@ -296,7 +302,7 @@ class TrainerWorker:
         return [[samples[index] for index in members] for members in mine], sum(lengths)
 
     def _with_needs(self, batch: TrainBatch, algorithm: Algorithm) -> TrainBatch:
-        missing = sorted(algorithm.needs - COMPUTED_NEEDS)
+        missing = sorted(algorithm.needs - COMPUTED_NEEDS - RECORDED_NEEDS)
         if missing:
             raise MissingInputError(
                 f"{type(algorithm).__name__} needs {missing}; this trainer computes {sorted(COMPUTED_NEEDS)}"

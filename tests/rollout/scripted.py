@@ -18,6 +18,7 @@ from rollout.engine.protocol import (
     Generation,
     Latency,
     Sampling,
+    TopLogprobs,
 )
 from rollout.engine.recovery import Phase
 
@@ -90,6 +91,10 @@ def _generation(
         positions = [*prompt, *ids][sampling.routed_experts_from : -1]
         experts = np.asarray(positions, np.int32)[:, None, None]
     logprobs = (-tokens / 100).astype(np.float32)
+    top = None
+    if sampling.top_logprobs:  # the likeliest are the token, the next one, ...
+        likeliest = tokens[:, None] + np.arange(sampling.top_logprobs, dtype=np.int32)
+        top = TopLogprobs(likeliest, (-likeliest / 100).astype(np.float32))
     versions = np.full(len(ids), version, np.int32)
     return Generation(
         tokens,
@@ -99,5 +104,6 @@ def _generation(
         len(prompt),
         cached=CachedTokens(1, 2),
         latency=Latency(0.25, 0.5),
+        top_logprobs=top,
         routed_experts=experts,
     )

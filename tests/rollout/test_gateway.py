@@ -6,6 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import aiohttp
+import numpy as np
 import openai
 import pytest
 from hypothesis import given, settings
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 from rl.fresh_model import character_tokenizer
 from rollout.chat import ChatRenderer
+from rollout.engine.protocol import FinishReason, Generation, TopLogprobs
 from rollout.gateway import Gateway
-from rollout.session import RolloutKey
+from rollout.session import RolloutKey, Segment
 from rollout.trajectory import NO_VERSION, StopReason
 from tests.rollout.scripted import EOS, TOKENIZER, ScriptedEngines, renderer
 
@@ -22,8 +24,8 @@ KEY = RolloutKey("calculator", 0, "1+2", 5, 1)
 
 
 @asynccontextmanager
-async def gateway(engines, context_length=200, routed_experts=False):
-    served = Gateway(engines, renderer(), context_length, "policy", routed_experts)
+async def gateway(engines, context_length=200, routed_experts=False, top_logprobs=0):
+    served = Gateway(engines, renderer(), context_length, "policy", routed_experts, top_logprobs)
     await served.start("127.0.0.1", 0)
     try:
         yield served
@@ -165,6 +167,71 @@ def test_routed_experts_of_every_position_are_recorded_once():
     (t,) = run(play()).trajectories(0.0, StopReason.STOP, {})
     assert TOKENIZER.decode(t.token_ids) == "<user>a<assistant>123<eos><user>b<assistant>4567<eos>"
     assert t.routed_experts[:, 0, 0].tolist() == [*t.token_ids[:-1].tolist(), -1]
+
+
+@pytest.mark.parametrize("top", [0, 3])
+def test_the_likeliest_tokens_stand_at_the_sampled_ones(top):
+    """Over two turns, of which the first is aborted and the second loses its engine; none where none are asked for."""
+    engines = ScriptedEngines(lambda prompt: "123" if prompt.count("<assistant>") == 1 else "4567")
+
+    async def play():
+        async with gateway(engines, top_logprobs=top) as served:
+            chat = client(served.open("s", KEY, 1.0, None))
+            messages = [{"role": "user", "content": "a"}]
+            engines.cut_first = 1
+            first = await chat.chat.completions.create(model="policy", messages=messages)
+            engines.die_after = [1]
+            messages += [{"role": "assistant", "content": first.choices[0].message.content}]
+            await chat.chat.completions.create(model="policy", messages=[*messages, {"role": "user", "content": "b"}])
+            return await served.close("s")
+
+    (t,) = run(play()).trajectories(0.0, StopReason.STOP, {})
+    assert TOKENIZER.decode(t.token_ids) == "<user>a<assistant>123<eos><user>b<assistant>4567<eos>"
+    assert (engines.die_after, len(engines.calls)) == ([], 4)
+    if not top:
+        assert t.top_ids is None
+        assert t.top_logprobs is None
+        return
+    sampled = t.action_mask
+    assert t.top_ids[sampled].tolist() == [[token, token + 1, token + 2] for token in t.token_ids[sampled].tolist()]
+    np.testing.assert_array_equal(t.top_logprobs[sampled][:, 0], t.rollout_logprobs[sampled])
+    assert (t.top_ids[~sampled] == -1).all()
+    assert (t.top_logprobs[~sampled] == 0).all()
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=3)),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_rows_of_the_likeliest_are_those_of_the_sampled_tokens_or_it_is_an_error(turns):
+    """Any contexts, replies of any pieces (a piece without tokens has none), some pieces of which lack them."""
+    segment, wanted, lacking, number = Segment(), [], False, 10
+    for context, pieces in turns:
+        segment.append_context(range(context))
+        wanted += [-1] * context
+        generations = []
+        for length, recorded in pieces:
+            ids = np.arange(number, number + length, dtype=np.int32)
+            number += length
+            wanted += ids.tolist()
+            top = TopLogprobs(ids[:, None], np.zeros((length, 1), np.float32)) if recorded and length else None
+            lacking |= not recorded and length > 0
+            generations.append(
+                Generation(
+                    ids, -ids.astype(np.float32), np.zeros(length, np.int32), FinishReason.STOP, 1, top_logprobs=top
+                )
+            )
+        segment.append_reply(generations, {"role": "assistant", "content": ""})
+    if lacking and segment.top:
+        with pytest.raises(ValueError, match=r"likeliest tokens of \d+ positions were recorded"):
+            segment.top_logprobs()
+    elif segment.top:
+        assert segment.top_logprobs().token_ids[:, 0].tolist() == wanted
+    else:
+        assert segment.top_logprobs() is None
 
 
 def test_prometheus_gets_the_gateways_and_the_engines_figures():

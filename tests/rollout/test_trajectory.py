@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollout.trajectory import StopReason, Trajectory
-from rollout.trajectory_file import load_trajectories, save_trajectories
+from rollout.trajectory_file import ARRAYS, load_trajectories, save_trajectories
 
 
 def trajectory(length=4, **changes):
@@ -30,6 +30,13 @@ def trajectory(length=4, **changes):
     return Trajectory(**values)
 
 
+def top(length, shift=0):
+    """Two likeliest tokens at every sampled position, or ``shift`` beside it."""
+    mask = (np.arange(length) + shift) % 2 == 1
+    ids = np.where(mask[:, None], [[5, 6]], -1).astype(np.int32)
+    return {"top_ids": ids, "top_logprobs": (ids / 100 * mask[:, None]).astype(np.float32)}
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -37,6 +44,12 @@ def trajectory(length=4, **changes):
         ({"token_ids": np.zeros(4, np.int64)}, "token_ids is int64"),
         ({"weight_versions": np.full(4, -1, np.int32)}, "an action token has no weight version"),
         ({"routed_experts": np.zeros((3, 2, 1), np.int32)}, "routed_experts has 3 rows"),
+        ({"top_ids": np.zeros((4, 2), np.int32)}, "top_ids and top_logprobs go together"),
+        ({"top_logprobs": np.zeros((4, 2), np.float32)}, "top_ids and top_logprobs go together"),
+        (top(3), r"the ids are int32\(3, 2\), they must be int32\(4, k\)"),
+        (top(4) | {"top_ids": np.zeros((4, 2), np.int64)}, "the ids are int64"),
+        (top(4) | {"top_logprobs": np.zeros((4, 3), np.float32)}, r"the log-probs are float32\(4, 3\)"),
+        (top(4, shift=1), "must be of the sampled tokens, and of no others"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused_by_name(changes, says):
@@ -45,14 +58,26 @@ def test_arrays_that_do_not_fit_are_refused_by_name(changes, says):
 
 
 def test_the_disk_keeps_every_bit(tmp_path):
-    written = [trajectory(), trajectory(7, segment=1, repeated=True)]
-    save_trajectories(tmp_path / "step.npz", written, [False, True], version=5)
+    experts = np.arange(7 * 2 * 3, dtype=np.int32).reshape(7, 2, 3)
+    written = [
+        trajectory(),
+        trajectory(7, segment=1, repeated=True, routed_experts=experts, **top(7)),
+        trajectory(3, segment=2),
+        trajectory(5, segment=3, **top(5)),
+    ]
+    save_trajectories(tmp_path / "step.npz", written, [False, True, False, False], version=5)
     read, stale, version = load_trajectories(tmp_path / "step.npz")
-    assert (stale, version) == ([False, True], 5)
+    assert (stale, version) == ([False, True, False, False], 5)
     for before, after in zip(written, read, strict=True):
         for name in Trajectory.__dataclass_fields__:
             a, b = getattr(before, name), getattr(after, name)
             assert (a.tobytes() == b.tobytes() and a.dtype == b.dtype) if isinstance(a, np.ndarray) else a == b, name
+
+
+def test_no_array_is_stored_that_no_trajectory_has(tmp_path):
+    save_trajectories(tmp_path / "step.npz", [trajectory()], [False], version=0)
+    with np.load(tmp_path / "step.npz") as file:
+        assert set(file) == {"header", *ARRAYS}
 
 
 def test_a_cut_file_is_named(tmp_path):

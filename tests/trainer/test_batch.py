@@ -77,6 +77,23 @@ def test_segments_share_a_rollout():
     assert batch.reward.dtype == torch.float64
 
 
+def test_the_engines_likeliest_tokens_go_with_their_tokens():
+    plain, recorded = make_trajectory(5, 0, 0), make_trajectory(7, 0, 1)
+    mask = recorded.action_mask[:, None]
+    ids = np.where(mask, np.arange(14, dtype=np.int32).reshape(7, 2), -1)
+    recorded = recorded.replace(top_ids=ids, top_logprobs=np.where(mask, -ids / 10, 0).astype(np.float32))
+    batch = build_batch([plain, recorded], 0).rollout
+    assert batch.top_ids.dtype == torch.int32
+    assert batch.top_ids.tolist() == [[-1, -1]] * 5 + ids.tolist()
+    assert batch.top_logprobs.dtype == torch.float32
+    np.testing.assert_array_equal(batch.top_logprobs[5:], recorded.top_logprobs)
+    assert build_batch([plain], 0).rollout.top_ids is None
+    with pytest.raises(ValueError, match=r"rows of top_ids have different shapes: \[\(1,\), \(2,\)\]"):
+        build_batch(
+            [recorded, recorded.replace(sample_id=2, top_ids=ids[:, :1], top_logprobs=recorded.top_logprobs[:, :1])], 0
+        )
+
+
 def test_taken_samples_are_slices_of_the_batch():
     trajectories = make_trajectories()
     batch = build_batch(trajectories, 0)
