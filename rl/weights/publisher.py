@@ -122,6 +122,8 @@ def pause_mode(able: Abilities, in_flight: InFlight) -> PauseMode:
         return PauseMode.ABORT
     return PauseMode.RETRACT if in_flight == "exact" else PauseMode.IN_PLACE
 
+    if able.disaggregated and in_flight == "exact":  # what is on its way from prefill to decode is never retracted
+        return PauseMode.ABORT
 
 async def _pause_modes(
     engines: Sequence[WeightTarget], transport: Transport, version: int, in_flight: InFlight

@@ -30,6 +30,10 @@ def main(arguments: list[str]) -> None:
         _fork_workers()
         if "--enable-deterministic-inference" in arguments:
             deterministic = cpu_stand_ins.enable_deterministic_inference()
+        if "--enable-return-routed-experts" in arguments:
+            cpu_stand_ins.record_experts_in_plain_memory()
+        if "--disaggregation-mode" in arguments:
+            cpu_stand_ins.transfer_from_host_memory()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree

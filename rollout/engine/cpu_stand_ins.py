@@ -101,6 +101,24 @@ def install() -> None:
     sys.meta_path.insert(0, _Finder(missing))
 
 
+def transfer_from_host_memory() -> None:
+    """Let a prefill server (PD disaggregation) send its KV cache from a CPU: with the list of its pages as it is, which
+    on a GPU goes to pinned memory behind the forward pass first."""
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+    MooncakeKVSender.supports_host_tensor_indices = False
+
+
+def record_experts_in_plain_memory() -> None:
+    """Let ``--enable-return-routed-experts`` run on a CPU: SGLang keeps the record in memory that CUDA pins."""
+    from sglang.srt.mem_cache.pool_host import common
+
+    def plain(dims: tuple[int, ...], dtype: torch.dtype, **unused: Any) -> torch.Tensor:
+        return torch.empty(dims, dtype=dtype)
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = plain
+
+
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
     """Hash of (seed, position) for each column, [rows, cols] int64: that of SGLang's Triton kernel, which draws the
     noise of seeded sampling."""

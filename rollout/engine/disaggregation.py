@@ -7,6 +7,9 @@ HiSparse computes every turn's whole prefix again.
 
 from __future__ import annotations
 
+import functools
+import subprocess
+import sys
 from typing import Literal
 
 from pydantic import Field
@@ -14,6 +17,16 @@ from pydantic import Field
 from rollout.engine.settings import Argument, Settings
 
 Role = Literal["both", "prefill", "decode"]
+
+CHECK_TIMEOUT_S = 60.0
+PACKAGES = {
+    "mooncake": ("mooncake.engine", "mooncake-transfer-engine (on a CPU mooncake-transfer-engine-non-cuda)"),
+    "mooncake_tcp": ("mooncake.engine", "mooncake-transfer-engine (on a CPU mooncake-transfer-engine-non-cuda)"),
+    "nixl": ("nixl._api", "nixl"),
+    "mori": ("mori.io", "amd-mori"),
+    "ascend": ("memfabric_hybrid", "memfabric-hybrid"),
+}
+"""What SGLang imports to send KV caches, by transfer backend, and the package that has it."""
 
 
 class RoleConfig(Settings):
@@ -45,3 +58,20 @@ class DisaggregationConfig(Settings):
 
     def of(self, role: Role) -> RoleConfig:
         return self.prefill if role == "prefill" else self.decode
+
+
+@functools.cache
+def transfer_problem(backend: str) -> str | None:
+    """Why servers on this machine could not send KV caches, or None: what SGLang will import is imported, in a process
+    of its own, because it also needs libraries that no Python package brings."""
+    module, package = PACKAGES[backend]
+    command = [sys.executable, "-c", f"import {module}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_TIMEOUT_S, check=False)
+    if done.returncode == 0:
+        return None
+    reason = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+    hint = "; that is in the system's package libibverbs1 (rdma-core)" if "libibverbs" in reason else ""
+    return (
+        f"disaggregation.transfer_backend={backend} needs the Python package {package}, and importing {module} says: "
+        f"{reason}{hint}"
+    )

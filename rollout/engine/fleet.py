@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from rollout.engine.config import EngineConfig
 from rollout.engine.launch import ServerSpec, server_specs
 from rollout.engine.launcher import Launched, Launcher, LocalLauncher
-from rollout.engine.pd import rendezvous
+from rollout.engine.pd import Half, generate_apart, hand_over, pairs, rendezvous
 from rollout.engine.protocol import EngineError, EngineLost, EngineMetrics, Generation, Sampling
 from rollout.engine.recovery import UNKNOWN, Action, Do, FleetRecovery, Phase
 from rollout.engine.routing import Router
@@ -174,15 +174,16 @@ class EngineFleet:
         return told if self._running else {}
 
     async def start(self, model_dir: Path, weight_version: int = 0) -> None:
-        """Start all servers together and wait until each has generated a token; on failure none is left running.
+        """Start all servers together and wait until each has generated a token, one that only prefills or only decodes
+        together with another; on failure none is left running.
 
         Args:
             model_dir: HF directory; also where a server that dies is started from again.
             weight_version: version of its weights.
 
         Raises:
-            ProcessError: where a configured port is taken (before anything is launched), or a server died, with the end
-                of its log.
+            ProcessError: where a configured port is taken or a KV cache could not be sent (before anything is
+                launched), or a server died, with the end of its log.
             EngineError: where a server generates nothing within ``start_timeout_s``.
         """
         self._launcher.check()
@@ -194,6 +195,7 @@ class EngineFleet:
         try:
             routers = [] if self._in_front is None else [self._in_front.start()]
             await _all([*routers, *(self._bring_up(server) for server in self._servers)])
+            await _all(self._hand_over(*pair) for pair in pairs(self._prefill, self._generating))
             for server in self._servers:
                 self._apply(self._recovery.generates(server.spec.index))
             await self._until_all_serve()
@@ -368,25 +370,18 @@ class EngineFleet:
     ) -> Generation:
         """Prefill on one server, decode on another. The first to fail ends both."""
         slot = await self._pick(self._prefill_router, session, token_ids)
-        prefill = self._servers[self._prefill[slot]]
-        port = prefill.spec.bootstrap_port
-        assert port is not None, "a prefill server has a bootstrap port"
-        meeting = rendezvous(prefill.engine.url, port, self._rng).fields()
+        prefill = self._prefill[slot]
+        meeting = self._rendezvous(prefill)
         with self._prefill_router.request(slot):
-            prefilling = asyncio.create_task(
-                self._on(prefill.spec.index, token_ids, sampling, f"{request_id}.prefill", meeting)
+            return await generate_apart(
+                self._on(prefill, token_ids, sampling, f"{request_id}.prefill", meeting),
+                self._on(decode, token_ids, sampling, request_id, meeting),
             )
-            decoding = asyncio.create_task(self._on(decode, token_ids, sampling, request_id, meeting))
-            try:
-                await asyncio.wait({prefilling, decoding}, return_when=asyncio.FIRST_EXCEPTION)
-                if decoding.done():
-                    return decoding.result()
-                prefilling.result()  # it failed, and the decode server would wait for its KV cache
-                return await decoding
-            finally:
-                for task in (prefilling, decoding):
-                    task.cancel()
-                await asyncio.gather(prefilling, decoding, return_exceptions=True)
+
+    def _rendezvous(self, prefill: int) -> Mapping[str, Any]:
+        server = self._servers[prefill]
+        assert server.spec.bootstrap_port is not None, "a prefill server has a bootstrap port"
+        return rendezvous(server.engine.url, server.spec.bootstrap_port, self._rng).fields()
 
     # A server's life
 
@@ -461,7 +456,8 @@ class EngineFleet:
                 self._on_progress(f"{server.name} is starting, {waited:.0f} s so far")
 
     async def _first_token(self, server: _Server) -> bool:
-        """Whether it generates. A server that has only half of a model's work (PD) is asked by its own check."""
+        """Whether it generates. One that has only half of the work (PD) is asked by its own check, and then has to hand
+        over (``_hand_over``)."""
         if server.spec.role != "both":
             return await server.engine.health()
         try:
@@ -469,6 +465,28 @@ class EngineFleet:
         except EngineError:  # it does not listen yet; start_timeout_s bounds this
             return False
         return True
+
+    async def _hand_over(self, prefill: int, decode: int) -> None:
+        halves = (self._servers[prefill], self._servers[decode])
+        first, then = (Half(half.name, half.engine, half.launched.log if half.launched else "") for half in halves)
+        await hand_over(first, then, self._rendezvous(prefill), self.config.start_timeout_s)
+
+    async def _join_partner(self, server: _Server) -> None:
+        """Have a prefill or decode server that was started again work with one of the other kind, where one serves.
+
+        Raises:
+            EngineError: they do not, and the other one lives.
+        """
+        index = server.spec.index
+        others = self._generating if index in self._prefill else self._prefill
+        serving = [other for other in others if self._recovery.phase(other) is Phase.SERVING][:1]
+        try:
+            for prefill, decode in pairs([index], serving) if index in self._prefill else pairs(serving, [index]):
+                await self._hand_over(prefill, decode)
+        except EngineError:
+            await self.settle(serving)
+            if self._recovery.phase(serving[0]) is Phase.SERVING:
+                raise
 
     async def _until_all_serve(self) -> None:
         async with asyncio.timeout(self.config.start_timeout_s):
@@ -490,6 +508,7 @@ class EngineFleet:
             await self._end(server)
             self._on_progress(f"{server.name} starts again, attempt {self._recovery.restarts(index)}")
             await self._bring_up(server)
+            await self._join_partner(server)
         except (EngineError, ProcessError) as error:
             self._apply(self._recovery.died(index, str(error), time.monotonic()))
         else:

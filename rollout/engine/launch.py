@@ -103,10 +103,16 @@ def command(
     return [sys.executable, "-m", launcher, *flags(options), *flags(spec.settings.extra_args)]
 
 
-def environment(config: EngineConfig) -> dict[str, str]:
-    """What SGLang itself reads from its environment."""
+def environment(config: EngineConfig, address: str = "127.0.0.1") -> dict[str, str]:
+    """What SGLang itself reads from its environment.
+
+    Args:
+        address: by which the other machines reach this one.
+    """
     common = {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}  # seconds until a cancelled request is noticed and ended
     if config.device == "cuda":
+    if config.disaggregation is not None:
+        common["SGLANG_HOST_IP"] = address  # where KV caches are sent to; else the first network card's
         return common | expert_tiles.environment(config)
     return common | {
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -173,6 +179,8 @@ def _placement(spec: ServerSpec, config: EngineConfig) -> dict[str, Argument]:
     options |= {"disaggregation-mode": spec.role, "disaggregation-transfer-backend": apart.transfer_backend}
     if spec.bootstrap_port is not None:
         options["disaggregation-bootstrap-port"] = spec.bootstrap_port
+    if config.device == "cpu" and spec.role == "decode":
+        options["disaggregation-decode-retraction-backup"] = "cpu_tensor"  # by default in memory that CUDA pins
     if apart.ib_device is not None:
         options["disaggregation-ib-device"] = apart.ib_device
     return options

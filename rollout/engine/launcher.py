@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rollout.engine.config import EngineConfig
+from rollout.engine.disaggregation import transfer_problem
 from rollout.engine.launch import ServerSpec, command, environment, server_specs
 from rollout.processes import ManagedProcess, ProcessError, ProcessRegistry, free_port, require_free_port
 
@@ -88,9 +89,14 @@ class LocalLauncher:
         """A server that starts again keeps its URL."""
 
     def check(self) -> None:
-        if self._config.port is not None:
-            for spec in server_specs(self._config):
+        for spec in server_specs(self._config):
+            if self._config.port is not None:
                 require_free_port(spec.name, self._config.port + spec.index)
+            if spec.bootstrap_port is not None:
+                require_free_port(f"{spec.name} (engine.disaggregation.bootstrap_port)", spec.bootstrap_port)
+        apart = self._config.disaggregation
+        if apart is not None and (problem := transfer_problem(apart.transfer_backend)) is not None:
+            raise ProcessError(f"engine.{problem}")
 
     async def launch(self, spec: ServerSpec, model_dir: Path, weight_version: int) -> LocalProcess:
         chosen = self._config.port

@@ -1,18 +1,29 @@
 """Requests to prefill and decode servers apart, as SGLang pairs them.
 
 Both servers get the same request. It names the prefill server's bootstrap address, where the decode server asks for the
-KV cache, and a room, by which the two find each other; the decode server generates. (Read in SGLang 0.5.23's
-``disaggregation`` and in sglang-router 0.3.2's ``mini_lb``.)
+KV cache, and a room, by which the two find each other. The prefill server samples the first token and answers once the
+decode server has the KV cache; the decode server answers with all of them. Neither notices by itself that the other has
+given a request up (the decode server waits five minutes for a KV cache that does not come), so whoever sent both ends
+both. (Read in SGLang 0.5.23's ``disaggregation`` and in sglang-router 0.3.2's ``mini_lb``; seen on a CPU with mooncake
+over TCP.)
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from rollout.engine.protocol import EngineError, FinishReason, Generation, Sampling
+from rollout.engine.sglang import SGLangEngine
+
 ROOMS = 2**63 - 1
+PREFILL_ANSWER_S = 1.0
+"""How long the prefill server's answer may come after the decode server's. Cut off before, it would be aborted while it
+still lets go of the KV cache that it has sent."""
 
 
 @dataclass(frozen=True)
@@ -34,3 +45,67 @@ def rendezvous(prefill_url: str, bootstrap_port: int, rng: random.Random) -> Ren
     if host is None:
         raise ValueError(f"{prefill_url!r} names no host")
     return Rendezvous(host, bootstrap_port, rng.randrange(ROOMS))
+
+
+def pairs(prefill: Sequence[int], decode: Sequence[int]) -> list[tuple[int, int]]:
+    """Fewest pairs in which every server occurs; none where either kind is missing."""
+    if not (prefill and decode):
+        return []
+    count = max(len(prefill), len(decode))
+    return [(prefill[index % len(prefill)], decode[index % len(decode)]) for index in range(count)]
+
+
+async def generate_apart(
+    prefill: Coroutine[Any, Any, Generation], decode: Coroutine[Any, Any, Generation]
+) -> Generation:
+    """Send both requests; what the decode server generated. Where one of the two ends without what the other waits for,
+    both end.
+
+    Raises:
+        EngineError: of the first that failed.
+    """
+    prefilling, decoding = asyncio.create_task(prefill), asyncio.create_task(decode)
+    try:
+        await asyncio.wait({prefilling, decoding}, return_when=asyncio.FIRST_COMPLETED)
+        if not decoding.done():
+            prefilled = prefilling.result()  # raises where it failed
+            if prefilled.finish_reason is FinishReason.ABORT:
+                return prefilled
+        generation = await decoding
+        if generation.finish_reason is not FinishReason.ABORT:
+            await asyncio.wait({prefilling}, timeout=PREFILL_ANSWER_S)
+        return generation
+    finally:
+        for task in (prefilling, decoding):
+            task.cancel()
+        await asyncio.gather(prefilling, decoding, return_exceptions=True)
+
+
+@dataclass(frozen=True)
+class Half:
+    """A server that only prefills, or only decodes."""
+
+    name: str
+    engine: SGLangEngine
+    log: str
+
+
+async def hand_over(prefill: Half, decode: Half, meeting: Mapping[str, Any], timeout_s: float) -> None:
+    """Have the two generate two tokens, of which one samples the first and the other the second. Either's own health
+    check says nothing of how KV caches get from the one to the other.
+
+    Raises:
+        EngineError: they do not; names both and their logs.
+    """
+    prompt, sampling, name = [0], Sampling(temperature=0.0, max_new_tokens=2), f"start-{prefill.name}-{decode.name}"
+    try:
+        async with asyncio.timeout(timeout_s):
+            await generate_apart(
+                prefill.engine.generate(prompt, sampling, f"{name}.prefill", meeting),
+                decode.engine.generate(prompt, sampling, name, meeting),
+            )
+    except (EngineError, TimeoutError) as error:
+        raise EngineError(
+            f"{prefill.name} could not hand a prompt's KV cache over to {decode.name}: "
+            f"{error or f'it took more than {timeout_s:g} s'}; see {prefill.log} and {decode.log}"
+        ) from error

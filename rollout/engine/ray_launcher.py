@@ -127,9 +127,11 @@ class RayProcess:
         addresses = [await _answer(node.address.remote(), CALL_TIMEOUT_S) for node in self._nodes]
         ports = await _answer(self._nodes[0].free_ports.remote(2), CALL_TIMEOUT_S)
         lines = rank_commands(config, spec, model_dir, version, addresses, ports)
-        env = environment(spec.settings)
         pids = [
-            await _answer(node.start.remote(f"{self._name} on {address}", line, str(log), env), CALL_TIMEOUT_S)
+            await _answer(
+                node.start.remote(f"{self._name} on {address}", line, str(log), environment(config, address)),
+                CALL_TIMEOUT_S,
+            )
             for node, address, line in zip(self._nodes, addresses, lines, strict=True)
         ]
         self.url, self.pid, self.log = f"http://{addresses[0]}:{ports[0]}", pids[0], f"{addresses[0]}:{log}"
