@@ -42,6 +42,8 @@ class Abilities:
     memory_saver: bool
     """Its memory can be released and taken back."""
     tensor_parallel: int
+    disaggregated: bool = False
+    """It is one half of a pair: it prefills, or it decodes."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class SGLangWeights(Connection):
                     hisparse=bool(info.get("enable_hisparse", False)),
                     memory_saver=bool(info.get("enable_memory_saver", False)),
                     tensor_parallel=int(info["tp_size"]),
+                    disaggregated=info.get("disaggregation_mode") in ("prefill", "decode"),
                 )
         return self._abilities
 
