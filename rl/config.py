@@ -131,6 +131,9 @@ class PublishConfig(Section):
     weights computed (faster, and log-probs are those of no single version)."""
     bucket_bytes: int = Field(512 * 2**20, gt=0)
     """Tensors that are sent together."""
+    resident_bytes: int = Field(4 * 2**30, ge=0)
+    """For ``ipc``: weights up to this size are staged on the device in whole while engines still generate, and copied
+    from there at one request; larger ones go in buckets."""
     directory: Path | None = None
     """Where the last versions are kept, for ``disk`` and for what fails or starts anew; null: this machine's shared
     memory."""

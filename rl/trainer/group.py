@@ -141,6 +141,15 @@ class TrainerGroup:
     async def plan_weights(self, bucket_bytes: int) -> list[BucketShape]:
         return await self._call("sending.plan", bucket_bytes)
 
+    async def stage_weights(self) -> None:
+        await self._call("sending.stage")
+
+    async def memory_ids(self) -> dict[str, str]:
+        return await self._call("sending.memory_ids")
+
+    async def memory_handles(self) -> dict[str, str]:
+        return await self._call("sending.memory_handles")
+
     async def rewind_weights(self) -> None:
         await self._call("sending.rewind")
 

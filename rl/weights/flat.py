@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 
+from rl.weights.serialize import may_part
 from rollout.engine.sglang_weights import BucketShape
 
 CPU = "cpu"
 """In place of a GPU's UUID."""
+ALIGNMENT = 512
+"""Bytes; of what a device's allocator gives, so that a copy in one piece is as fast as one of a tensor of its own."""
 _DEVICE_ARGUMENT = 6
 """Of ``torch.multiprocessing.reductions.rebuild_cuda_tensor``."""
 
@@ -38,7 +41,8 @@ class TensorSpec:
 
 
 def plan_buckets(tensors: Iterable[TensorSpec], bucket_bytes: int) -> list[BucketShape]:
-    """Cut tensors, in order, into buckets of one dtype and at most so many bytes; a larger tensor has one to itself.
+    """Cut tensors, in order, into buckets of one dtype and at most so many bytes. A larger tensor has one to itself;
+    what must not part may exceed it, too.
 
     Raises:
         ValueError: where ``bucket_bytes`` is not positive, or a name comes twice.
@@ -52,7 +56,8 @@ def plan_buckets(tensors: Iterable[TensorSpec], bucket_bytes: int) -> list[Bucke
         if tensor.name in seen:
             raise ValueError(f"{tensor.name} comes twice")
         seen.add(tensor.name)
-        if not buckets or tensor.dtype != buckets[-1][0].dtype or size + tensor.nbytes > bucket_bytes:
+        full = bool(buckets) and size + tensor.nbytes > bucket_bytes and may_part(buckets[-1][-1].name, tensor.name)
+        if not buckets or full or tensor.dtype != buckets[-1][0].dtype:
             buckets.append([])
             size = 0
         buckets[-1].append(tensor)
@@ -79,6 +84,14 @@ def spans(bucket: BucketShape) -> list[tuple[int, int]]:
 
 def bucket_nbytes(bucket: BucketShape) -> int:
     return spans(bucket)[-1][1]
+
+
+def side_by_side(plan: Iterable[BucketShape]) -> list[int]:
+    """Where each bucket begins in a memory that holds all of them, and last where the memory ends."""
+    offsets = [0]
+    for bucket in plan:
+        offsets.append(-(-(offsets[-1] + bucket_nbytes(bucket)) // ALIGNMENT) * ALIGNMENT)
+    return offsets
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
@@ -135,11 +148,20 @@ def handle_payload(flat: Tensor, bucket: BucketShape) -> str:
             bucket.names, bucket.dtypes, bucket.shapes, spans(bucket), strict=True
         )
     ]
+    return _pickled({"flattened_tensor": flat, "metadata": entries})
+
+
+def memory_handle(memory: Tensor) -> str:
+    """What the loader in a server opens a flat tensor with (``rollout.engine.opened_memory``)."""
+    return _pickled(memory)
+
+
+def _pickled(value: Any) -> str:
     stream = io.BytesIO()
     before = get_sharing_strategy()
     set_sharing_strategy("file_system")  # a name in shared memory: descriptors pass only between relatives
     try:
-        _HandlePickler(stream, pickle.HIGHEST_PROTOCOL).dump({"flattened_tensor": flat, "metadata": entries})
+        _HandlePickler(stream, pickle.HIGHEST_PROTOCOL).dump(value)
     finally:
         set_sharing_strategy(before)
     return base64.b64encode(stream.getvalue()).decode("ascii")

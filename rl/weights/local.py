@@ -26,6 +26,15 @@ class LocalSender:
     async def plan_weights(self, bucket_bytes: int) -> list[BucketShape]:
         return self.plan(bucket_bytes)
 
+    async def stage_weights(self) -> None:
+        await asyncio.to_thread(self._rank.stage)
+
+    async def memory_ids(self) -> dict[str, str]:
+        return dict([self._rank.memory_id()])
+
+    async def memory_handles(self) -> dict[str, str]:
+        return dict([self._rank.memory_handle()])
+
     async def rewind_weights(self) -> None:
         self._rank.rewind()
 

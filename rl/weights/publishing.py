@@ -14,7 +14,7 @@ from rl.weights.archive import Archive
 from rl.weights.choose import Choice
 from rl.weights.collective import Broadcasts, CollectiveTransport
 from rl.weights.delta_transport import DeltaTransport, Held
-from rl.weights.ipc import IpcTransport
+from rl.weights.ipc import IpcTransport, Openings
 from rl.weights.publisher import Fallback, Published, publish
 from rl.weights.sender import Sender
 from rl.weights.serialize import Bucket
@@ -48,6 +48,8 @@ class WeightPublisher:
     """See ``IpcTransport``."""
     receivers: Mapping[str, str] = field(default_factory=dict)
     """See ``DeltaTransport``."""
+    memory_stays: bool = True
+    """The trainer keeps its memory between publications, so that engines may keep it open."""
     current: Fallback | None = None
     """What the engines hold."""
     _archive: Archive = field(init=False)
@@ -55,10 +57,12 @@ class WeightPublisher:
     """Version, the way to the engines, and the way back to it later."""
     _plan: list[BucketShape] = field(default_factory=list)
     _broadcasts: Broadcasts = field(init=False)
+    _openings: Openings = field(init=False)
 
     def __post_init__(self) -> None:
         self._archive = Archive(self.config.directory)
         self._broadcasts = Broadcasts(self.source, self.backend, self.config.timeout_s)
+        self._openings = Openings(self.config.resident_bytes, self.memory_stays)
 
     async def export(self, version: int) -> None:
         """Take the trainer's weights out of it, as far as the way to the engines and the way back need that. No engine
@@ -85,7 +89,7 @@ class WeightPublisher:
 
     def _direct(self) -> Transport:
         if self.choice.way == "ipc":
-            return IpcTransport(self.source, self._plan, self.devices)
+            return IpcTransport(self.source, self._plan, self.devices, self._openings)
         return CollectiveTransport(self._broadcasts, self._plan)
 
     async def publish(
@@ -149,4 +153,5 @@ class WeightPublisher:
 
     async def close(self) -> None:
         """Remove what was kept."""
+        self._openings.close()
         await asyncio.to_thread(self._archive.close)

@@ -19,6 +19,15 @@ class RankSender:
     def plan(self, bucket_bytes: int) -> list[BucketShape]:
         return self._sender.plan(bucket_bytes)
 
+    def stage(self) -> None:
+        self._sender.stage()
+
+    def memory_ids(self) -> dict[str, str]:
+        return _first_of_each(self._sender.memory_id())
+
+    def memory_handles(self) -> dict[str, str]:
+        return _first_of_each(self._sender.memory_handle())
+
     def rewind(self) -> None:
         self._sender.rewind()
 
@@ -26,11 +35,7 @@ class RankSender:
         self._sender.fill()
 
     def handles(self) -> dict[str, str]:
-        """By the device's id; of ranks that share a device, the first's."""
-        found: dict[str, str] = {}
-        for device, payload in gather_objects(self._sender.handle()):
-            found.setdefault(device, payload)
-        return found
+        return _first_of_each(self._sender.handle())
 
     def join(self, group: UpdateGroup) -> None:
         on_rank_zero(lambda: self._sender.join(group))
@@ -44,3 +49,11 @@ class RankSender:
     def release(self) -> None:
         """Give back the memory of the buffer that buckets are put into."""
         self._sender.release()
+
+
+def _first_of_each(own: tuple[str, str]) -> dict[str, str]:
+    """All ranks' by the device's id; of ranks that share a device, the first's."""
+    found: dict[str, str] = {}
+    for device, value in gather_objects(own):
+        found.setdefault(device, value)
+    return found

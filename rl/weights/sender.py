@@ -1,8 +1,9 @@
 """A trainer rank's side of publishing: its weights, a flat bucket at a time, in one buffer that is kept.
 
-    plan ─► rewind ─► fill ─► handle    (memory that an engine on this device can open)
-                       │  └─► broadcast (to the engines that joined rank 0's group)
-                       └─ next bucket
+    plan ─► stage                       (all buckets side by side, in memory that an engine on this device keeps open)
+      └─► rewind ─► fill ─► handle      (one bucket at a time, in memory that an engine on this device can open)
+                     │  └─► broadcast   (to the engines that joined rank 0's group)
+                     └─ next bucket
 
 Every call is made on all ranks at once, because exporting is a collective.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -20,7 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from rl.weights.flat import TensorSpec, bucket_nbytes, device_id, fill, handle_payload, plan_buckets
+from rl.weights.flat import (
+    TensorSpec,
+    bucket_nbytes,
+    device_id,
+    fill,
+    handle_payload,
+    memory_handle,
+    plan_buckets,
+    side_by_side,
+)
 from rollout.engine.sglang_weights import BucketShape, UpdateGroup
 
 Export = Callable[[], Iterator[tuple[str, Tensor]]]
@@ -31,6 +42,18 @@ class Sender(Protocol):
     """All ranks' senders, seen from the driver."""
 
     async def plan_weights(self, bucket_bytes: int) -> list[BucketShape]: ...
+
+    async def stage_weights(self) -> None:
+        """Put all buckets side by side into the buffer."""
+        ...
+
+    async def memory_ids(self) -> dict[str, str]:
+        """Which buffer it is, by the id of the device that it lies on."""
+        ...
+
+    async def memory_handles(self) -> dict[str, str]:
+        """What opens the buffer, by the id of the device."""
+        ...
 
     async def rewind_weights(self) -> None: ...
 
@@ -67,6 +90,7 @@ class WeightSender:
         self._next = 0
         self._weights: Iterator[tuple[str, Tensor]] = iter(())
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._memory_id = ""
         self._filled = self._buffer
         self._group: dist.ProcessGroup | None = None
 
@@ -76,11 +100,33 @@ class WeightSender:
         self._plan = plan_buckets(specs, bucket_bytes)
         return self._plan
 
-    def rewind(self) -> None:
-        """Begin with the first bucket of the weights as they are now."""
-        largest = max(map(bucket_nbytes, self._plan))
-        if self._buffer.nbytes < largest:
-            self._buffer = torch.empty(largest, dtype=torch.uint8, device=self._device)
+    def stage(self) -> None:
+        """Put all buckets of the weights as they are now into the buffer, as ``flat.side_by_side`` says."""
+        *offsets, end = side_by_side(self._plan)
+        self.rewind(end)
+        for offset in offsets:
+            self._fill(self._buffer[offset:])
+        self._wait()
+
+    def memory_id(self) -> tuple[str, str]:
+        """This device's id, and which allocation of the buffer it is; never another sender's."""
+        return device_id(self._device), self._memory_id
+
+    def memory_handle(self) -> tuple[str, str]:
+        """This device's id, and what an engine on it needs to open the buffer."""
+        return device_id(self._device), memory_handle(self._buffer)
+
+    def rewind(self, nbytes: int = 0) -> None:
+        """Begin with the first bucket of the weights as they are now.
+
+        Args:
+            nbytes: that the buffer must have; at least the largest bucket's.
+        """
+        nbytes = max(nbytes, *map(bucket_nbytes, self._plan))
+        if self._buffer.nbytes < nbytes:
+            self.release()
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._memory_id = uuid.uuid4().hex
         for _ in self._weights:  # a failed attempt's: the other ranks are in the same export
             pass
         self._weights = self._export()
@@ -93,13 +139,19 @@ class WeightSender:
 
     def fill(self) -> None:
         """Put the next bucket into the buffer; the last one also ends the export."""
+        self._fill(self._buffer)
+        self._wait()
+
+    def _fill(self, place: Tensor) -> None:
         bucket = self._plan[self._next]
         # one at a time: only one tensor exists in whole
-        self._filled = fill(self._buffer, bucket, itertools.islice(self._weights, len(bucket.names)))
+        self._filled = fill(place, bucket, itertools.islice(self._weights, len(bucket.names)))
         self._next += 1
         if self._next == len(self._plan):
             for name, _ in self._weights:
                 raise ValueError(f"{name} comes after the last tensor of the plan")
+
+    def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+ATTENTION = ".self_attn."
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -28,12 +30,20 @@ class Bucket:
     """Of the tensors."""
 
 
+def may_part(before: str, name: str) -> bool:
+    """Whether a bucket may end between two tensors. Those of one attention stay together: SGLang puts some of them
+    together as they come (MLA's ``q_a_proj`` and ``kv_a_proj_with_mqa``), and drops one that comes alone."""
+    at = name.find(ATTENTION)
+    return at < 0 or not before.startswith(name[: at + len(ATTENTION)])
+
+
 def make_buckets(named: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
     """Serialise tensors in order, as many a bucket as fit.
 
     Args:
         named: HF names and tensors, on any device; taken one bucket at a time.
-        bucket_bytes: bound of a bucket's tensors; a larger tensor has a bucket to itself.
+        bucket_bytes: bound of a bucket's tensors; a larger tensor has a bucket to itself, and what must not part may
+            exceed it.
 
     Raises:
         ValueError: where ``bucket_bytes`` is not positive, or a name comes twice in one bucket.
@@ -43,7 +53,8 @@ def make_buckets(named: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -
     pending: list[tuple[str, torch.Tensor]] = []
     pending_bytes = 0
     for name, tensor in named:
-        if pending and pending_bytes + tensor.nbytes > bucket_bytes:
+        full = pending_bytes + tensor.nbytes > bucket_bytes
+        if pending and full and may_part(pending[-1][0], name):
             yield _bucket(pending)
             pending, pending_bytes = [], 0
         pending.append((name, tensor))

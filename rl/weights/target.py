@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
+from rollout.engine.opened_memory import Request
 from rollout.engine.protocol import EngineError
 from rollout.engine.sglang_weights import Abilities, BucketShape, PauseMode, UpdateGroup
 
@@ -34,6 +35,10 @@ class WeightTarget(Protocol):
 
     async def update_weights_from_tensors(
         self, payloads: Sequence[str], version: int | None, flush: bool, flat: bool
+    ) -> None: ...
+
+    async def update_weights_from_memory(
+        self, requests: Sequence[Request], version: int | None, flush: bool
     ) -> None: ...
 
     async def update_weights_from_disk(self, directory: str, version: int, flush: bool) -> None: ...

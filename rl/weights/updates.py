@@ -121,6 +121,7 @@ async def start_updates(
         "nccl" if config.engine.device == "cuda" else "gloo",
         devices,
         receivers,
+        memory_stays=colocation is None,
     )
     stack.push_async_callback(publisher.close)
     return Updates(publisher, fleet, colocation)

@@ -9,6 +9,7 @@ import torch
 from rl.weights.archive import Archive
 from rl.weights.flat import TensorSpec, bucket_nbytes, fill, plan_buckets, spans
 from rl.weights.sender import WeightSender
+from rl.weights.serialize import make_buckets
 
 
 def spec(name, *shape, dtype=torch.bfloat16):
@@ -24,6 +25,14 @@ def test_buckets_have_one_dtype_and_so_many_bytes():
     for bucket in buckets:
         for (begin, _), dtype in zip(spans(bucket), bucket.dtypes, strict=True):
             assert begin % getattr(torch, dtype).itemsize == 0
+
+
+def test_the_tensors_of_one_attention_stay_together():
+    names = [f"layers.{layer}.{name}" for layer in (1, 11) for name in ("self_attn.q_a", "self_attn.kv_a", "mlp.up")]
+    together = [names[:2], names[2:3], names[3:5], names[5:]]
+    assert [list(bucket.names) for bucket in plan_buckets([spec(name, 10) for name in names], 20)] == together
+    named = [(name, torch.zeros(5)) for name in names]
+    assert [list(bucket.shapes) for bucket in make_buckets(named, 20)] == together
 
 
 def test_what_no_plan_can_be_made_of():
