@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PACKAGES := rl rollout algorithms teachers tasks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint types layering unit format hooks clean
+.PHONY: help install demo test test-pd test-slow lint types layering unit format hooks clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,6 +38,10 @@ layering: install  ## which package may import which
 
 unit: install  ## pytest without the slow tests
 	$(BIN)/python -m pytest -m "not slow" --durations=10
+
+test-pd: install  ## prefill and decode servers apart (wants libibverbs1 of the system)
+	$(BIN)/pip install --quiet --no-deps $(PIP_ARGS) mooncake-transfer-engine-non-cuda==0.3.13.post1
+	$(BIN)/python -m pytest tests/engine/test_pd.py
 
 test-slow: install  ## learning tests and long faults
 	$(BIN)/python -m pytest -m slow --durations=10
