@@ -91,7 +91,7 @@ def experts(sizes: ModelSizes) -> list[dict[str, Any]]:
     from sglang.srt.layers.moe.moe_runner.triton_utils.moe_align_block_size import moe_align_block_size
 
     count, per_token = sizes.experts, sizes.experts_per_token
-    weights = torch.zeros(count, 2 * sizes.expert_size, sizes.hidden, dtype=torch.bfloat16, device="cuda")
+    weights = torch.empty(count, 2 * sizes.expert_size, sizes.hidden, dtype=torch.bfloat16, device="cuda").normal_()
     each = 2 * 2 * sizes.expert_size * sizes.hidden
     points = []
     for tokens in TOKENS:

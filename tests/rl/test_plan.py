@@ -77,10 +77,10 @@ def test_without_hisparse_it_says_how_to_compare(capsys):
 
 
 def test_more_tokens_than_experts_are_noted(capsys):
-    bf16 = ("model.hf_config.quantization_config=null", "gpu_memory=400GB", "concurrency=[512]")
-    assert "E=256,N=256,device_name=" in said(capsys, *bf16)
-    assert "Note:" not in said(capsys, *bf16[:2], "concurrency=[256]")
-    assert "Note:" not in said(capsys, "concurrency=[512]")  # fp8's tiles do not depend on it
+    bf16 = ("model.hf_config.quantization_config=null", "gpu_memory=500GB", "engine.max_running_requests=512")
+    assert "E=256,N=256,device_name=" in said(capsys, *bf16, "concurrency=[512]")
+    assert "Note:" not in said(capsys, *bf16, "concurrency=[256]")
+    assert "Note:" not in said(capsys, *bf16[1:], "concurrency=[512]")  # fp8's tiles do not depend on it
 
 
 def test_measurements_replace_the_overheads():
