@@ -161,7 +161,7 @@ class TeacherScorer:
             return
         counts = {name: count for name, count in ahead.items() if name in self._sources}
         then = scoring_order(counts, self._tiers.in_hbm, self._tiers.in_pinned)
-        self._tiers.plan([teacher for teacher in [*now, *then] if teacher not in self._streaming])
+        self._tiers.plan([*now, *then])
 
     def score(
         self,

@@ -78,5 +78,12 @@ def test_the_command_imports_what_the_ranks_of_a_run_do(ranks, models, output, t
     assert contents(mine, "ann", mine.shards("ann")) == contents(theirs, "ann", theirs.shards("ann"))
     assert "there already" in teachers_add("ann", models / "ann", "--store", tmp_path)
     session_worker.load_model(models / "student")
-    session_worker.load_teachers(TeacherSetup([resolve("ann", models / "ann")], str(tmp_path), 2**24, 2**24))
+    # Also of a checkpoint, which any layout can be cut from.
+    checkpoint = tmp_path / "step_000001"
+    session_worker.save_checkpoint(checkpoint, {"initial_model": str(models / "student")})
+    for layout in (["tensor=2"], ["dtype=float32"]):
+        assert "written" in teachers_add("earlier", checkpoint, "--store", tmp_path, "--layout", *layout)
+    assert len(mine.shards("earlier")) == 3
+    sources = [resolve("ann", models / "ann"), resolve("earlier", checkpoint)]
+    session_worker.load_teachers(TeacherSetup(sources, str(tmp_path), 2**24, 2**24))
     assert session_worker._teachers.imported == []

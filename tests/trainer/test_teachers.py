@@ -2,6 +2,9 @@
 student is never touched, and the objectives that are built on it have the values and slopes that they must have."""
 
 import dataclasses
+import resource
+import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -13,8 +16,9 @@ from rl.fresh_model import FreshModel, create_model
 from rl.teachers.sources import resolve
 from rl.teachers.teaching import TeacherSetup, Teaching
 from rl.trainer.result import MissingInputError
-from teachers.errors import TeacherError, TierFullError
+from teachers.errors import ImportFailedError, TeacherError, TierFullError
 from teachers.store import TeacherStore
+from teachers.upkeep import verify
 from tests.trainer.common import Ratio, capture_update, make_trajectories
 from tests.trainer.models import hf_logprobs
 
@@ -100,6 +104,46 @@ def test_teachers_larger_than_their_memory_stream_layer_by_layer(worker, teacher
         for found, wanted in zip(streamed.views.scores, whole.views.scores, strict=True):
             assert torch.equal(found.head, wanted.head)
             assert (found.hidden - wanted.hidden).abs().max() <= 1e-4
+
+
+def test_one_that_streams_is_read_into_pinned_memory_before_its_turn(worker, teachers, tmp_path):
+    sources = [resolve(name, teachers[name]) for name in ("ann", "bob")]
+    worker.load_teachers(TeacherSetup(sources, str(tmp_path / "store"), 380_000, 2**24))
+    worker.prefetch_teachers({"bob": 1})
+    tiers = worker._teachers._tiers
+    deadline = time.monotonic() + 60
+    while "bob" not in tiers.in_pinned:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    trajectories = make_trajectories()
+    scored = worker._score(trajectories, build(trajectories), make(), Teaching([{"bob": 1.0}] * len(trajectories)))
+    assert scored.metrics["teacher/bob/pinned_hits"].value() == 1
+    assert scored.metrics["teacher/bob/hbm_hits"].value() == 0
+
+
+@contextmanager
+def full_disk():
+    """The kernel refuses to write more: by a limit on a file's size, since a test can't fill a disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_fills_while_a_run_imports_names_the_teacher_and_the_file_and_harms_nothing(
+    worker, teachers, tmp_path
+):
+    setup = TeacherSetup([resolve("ann", teachers["ann"])], str(tmp_path / "store"), 2**24, 2**24)
+    before = {name: p.detach().clone() for name, p in worker.loaded.model.named_parameters()}
+    with full_disk(), pytest.raises(ImportFailedError, match=r"teacher ann, shard .*\.pack: File too large"):
+        worker.load_teachers(setup)
+    assert verify(TeacherStore(setup.store)) == []
+    assert all(torch.equal(before[name], p.detach()) for name, p in worker.loaded.model.named_parameters())
+    worker.load_teachers(setup)
+    trajectories = make_trajectories()
+    worker.update(trajectories, 0, make(), teaching=Teaching([{"ann": 1.0}] * len(trajectories)))
 
 
 def test_memory_for_less_than_two_layers_is_refused_by_name(worker, teachers, tmp_path):

@@ -1,0 +1,104 @@
+"""``python -m benchmarks.teachers.codecs [--device cpu|cuda] [--width N] [--json FILE]``: how long a switch takes, by
+how a teacher is kept.
+
+One teacher whole, two as differences to it (a share of 5 % and of 30 % of each matrix's elements changed) and one in
+fp8, each moved from disk to pinned memory once and from there to the device ``--rounds`` times, in turn. A switch is
+the copy and the decoding. Every bit of the exact ones is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.teachers.made import SHARD, Architecture
+from teachers import codec
+from teachers.store import TeacherStore
+from teachers.tiers import TierManager
+
+SHARES = {"delta 5 %": 0.05, "delta 30 %": 0.3}
+SLUGS = {"whole": "whole", "delta 5 %": "delta05", "delta 30 %": "delta30", "fp8": "fp8"}
+
+
+def tensors(architecture: Architecture, share: float) -> Iterator[tuple[str, Tensor]]:
+    """Normally distributed weights, a share of them moved by half."""
+    generator = torch.Generator().manual_seed(0)
+    for name, shape in architecture.shapes().items():
+        weight = torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02, generator=generator)
+        if share:
+            changed = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < share
+            weight = torch.where(changed, weight * 1.5, weight)
+        yield name, weight
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--width", type=int, default=1536 if torch.cuda.is_available() else 256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--root", type=Path, default=Path("runs/bench_codecs"))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    shutil.rmtree(options.root, ignore_errors=True)
+    try:
+        rows = measure(options)
+    finally:
+        shutil.rmtree(options.root, ignore_errors=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, object]]:
+    architecture, store = Architecture(options.width), TeacherStore(options.root)
+    store.add("whole", SHARD, tensors(architecture, 0.0))
+    for name, share in SHARES.items():
+        store.add(SLUGS[name], SHARD, tensors(architecture, share), base="whole")
+    store.add("fp8", SHARD, tensors(architecture, 0.0), fp8=True)
+    shards = {slug: store.open(slug, SHARD) for slug in SLUGS.values()}
+    size = shards["whole"].device_bytes
+    numel = max(tensor.numel for tensor in shards["whole"].manifest.tensors)
+    hbm = size + codec.workspace_bytes(numel) + (4 << 20)
+    tiers = TierManager(store, SHARD, options.device, hbm, sum(s.stored_bytes for s in shards.values()) + (256 << 20))
+    try:
+        for _ in range(options.rounds + 1):  # the first brings them into pinned memory
+            for slug in shards:
+                with tiers.lease(slug):
+                    pass
+        for name, slug in SLUGS.items():
+            if slug != "fp8":
+                compare(tiers, slug, architecture, SHARES.get(name, 0.0))
+        spans = tiers.stats().spans
+    finally:
+        tiers.close()
+    rows: list[dict[str, object]] = []
+    for name, slug in SLUGS.items():
+        copies = [span.stop - span.start for span in spans if (span.kind, span.teacher) == ("copy", slug)]
+        reads = [span.stop - span.start for span in spans if (span.kind, span.teacher) == ("read", slug)]
+        switch = statistics.median(copies[1 : options.rounds + 1])
+        stored = shards[slug].stored_bytes
+        rows.append({"kept": name, "stored": stored, "device": size, "switch_s": switch, "read_s": reads[0]})
+        print(
+            f"{name:12} {stored / 1e9:7.3f} of {size / 1e9:.3f} GB stored, read in {reads[0]:.3f} s, switched to in "
+            f"{switch * 1e3:.1f} ms ({size / switch / 1e9:.1f} GB/s of weights)",
+            flush=True,
+        )
+    return rows
+
+
+def compare(tiers: TierManager, slug: str, architecture: Architecture, share: float) -> None:
+    with tiers.lease(slug) as weights:
+        for name, expected in tensors(architecture, share):
+            if not torch.equal(weights[name].cpu().view(torch.int16), expected.view(torch.int16)):
+                raise RuntimeError(f"{slug}: {name} is not what was imported")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
