@@ -105,6 +105,9 @@ def verdict(config: PlanConfig, plan: Plan) -> Iterator[str]:
     if load.context <= indexer.topk:
         yield f"HiSparse: leave it off. Up to {indexer.topk:,} tokens attention is dense and every entry stays hot."
         return
+    if plateau(worth.every.without) == 0:
+        yield f"HiSparse: turn it on. Without it not one request of {load.context:,} tokens fits."
+        return
     where = f"At {load.context:,} tokens a request and locality {config.locality:g}"
     rates = f"{plateau(worth.every.sparse):,.0f} tok/s at best with it, {plateau(worth.every.without):,.0f} without"
     since = worth.every.crossover
@@ -133,7 +136,7 @@ def _advice(asked: Comparison, since: int) -> str:
 
 
 def _times(dense: Point, sparse: Point) -> str:
-    return f"{sparse.tokens_per_s / dense.tokens_per_s:.2f} x"
+    return f"{sparse.tokens_per_s / dense.tokens_per_s:.2f} x" if dense.tokens_per_s else ""
 
 
 def _kinds(plan: Plan) -> str:

@@ -47,6 +47,19 @@ def test_prefill_and_decode_apart(capsys):
     assert "with prefix cache" in out
 
 
+def test_requests_that_fit_with_hisparse_alone(capsys):
+    """A decode server gets prompts computed, so that only hot buffers need to fit."""
+    little = (
+        "engine=pd_hisparse",
+        "model=deepseek_v32",
+        "gpus=16",
+        "+engine.disaggregation.decode.memory_fraction=0.71",
+    )
+    out = said(capsys, *little, "engine.memory_fraction=0.9")
+    assert "16 a server at 57,344 + 8,192 tokens; without HiSparse 0" in out
+    assert "HiSparse: turn it on. Without it not one request of 65,536 tokens fits." in out
+
+
 def test_short_contexts_are_not_worth_it(capsys):
     out = said(capsys, "context=2048", "output=1024")
     assert "HiSparse: leave it off. Up to 2,048 tokens attention is dense" in out
