@@ -53,6 +53,8 @@ class Published:
     seconds: float
     """From the pause to the resume: the time in which no engine generates."""
     load_seconds: float
+    """Of these, loading; and below, asking every engine which version it has."""
+    verify_seconds: float
     nbytes: int
     """Of the tensors, for one engine."""
     attempts: int
@@ -99,8 +101,8 @@ async def publish(
         await on_all(engines, lambda engine: engine.pause(modes[engine.url]))
         resumable = False
         load_started = time.monotonic()
-        used = await _load(engines, transport, version, attempts, flush)
-        load_seconds = time.monotonic() - load_started
+        used, verify_seconds = await _load(engines, transport, version, attempts, flush)
+        load_seconds = time.monotonic() - load_started - verify_seconds
         resumable = True
     except EngineError as error:
         message = f"version {version} was not published: {error}"
@@ -113,17 +115,17 @@ async def publish(
             if before_resume is not None:
                 await before_resume()
             await _resume(engines, version)
-    return Published(version, time.monotonic() - started, load_seconds, transport.nbytes, used)
+    return Published(version, time.monotonic() - started, load_seconds, verify_seconds, transport.nbytes, used)
 
 
 def pause_mode(able: Abilities, in_flight: InFlight) -> PauseMode:
     """How this server is paused."""
     if able.hisparse or not able.sessions:
         return PauseMode.ABORT
-    return PauseMode.RETRACT if in_flight == "exact" else PauseMode.IN_PLACE
-
     if able.disaggregated and in_flight == "exact":  # what is on its way from prefill to decode is never retracted
         return PauseMode.ABORT
+    return PauseMode.RETRACT if in_flight == "exact" else PauseMode.IN_PLACE
+
 
 async def _pause_modes(
     engines: Sequence[WeightTarget], transport: Transport, version: int, in_flight: InFlight
@@ -137,18 +139,21 @@ async def _pause_modes(
     return {engine.url: pause_mode(able, in_flight) for engine, able in zip(engines, abilities, strict=True)}
 
 
-async def _load(engines: Sequence[WeightTarget], transport: Transport, version: int, attempts: int, flush: bool) -> int:
-    """Load and verify; returns the number of attempts it took."""
+async def _load(
+    engines: Sequence[WeightTarget], transport: Transport, version: int, attempts: int, flush: bool
+) -> tuple[int, float]:
+    """Load and verify; returns the number of attempts it took, and the seconds of verifying."""
     failures: list[EngineError] = []
     for attempt in range(1, attempts + 1):
         try:
             await transport.load(engines, version, flush)
+            loaded = time.monotonic()
             await on_all(engines, lambda engine: _verify(engine, version))
         except EngineError as error:
             log.warning("loading version %d failed, attempt %d of %d: %s", version, attempt, attempts, error)
             failures.append(error)
         else:
-            return attempt
+            return attempt, time.monotonic() - loaded
     raise EngineError(f"{attempts} attempts failed: {'; then '.join(map(str, failures))}") from failures[0]
 
 

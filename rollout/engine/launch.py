@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rollout.engine import expert_tiles, hisparse
 from rollout.engine.disaggregation import Role
 from rollout.engine.model_shape import read_model_shape
+from rollout.engine.opened_memory import LOADER
 from rollout.engine.settings import Argument, flags
 from rollout.engine.sglang_answers import STREAM_INTERVAL
 
@@ -110,9 +111,9 @@ def environment(config: EngineConfig, address: str = "127.0.0.1") -> dict[str, s
         address: by which the other machines reach this one.
     """
     common = {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}  # seconds until a cancelled request is noticed and ended
-    if config.device == "cuda":
     if config.disaggregation is not None:
         common["SGLANG_HOST_IP"] = address  # where KV caches are sent to; else the first network card's
+    if config.device == "cuda":
         return common | expert_tiles.environment(config)
     return common | {
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -143,6 +144,7 @@ def arguments(config: EngineConfig, model_dir: Path, port: int, weight_version: 
         "enable-memory-saver": config.memory_saver,
         "enable-metrics": config.metrics,
         "enable-return-routed-experts": config.routed_experts,
+        "custom-weight-loader": LOADER,
     }
     if config.sglang_router is not None:  # which drops the request's own
         options["stream-interval"] = STREAM_INTERVAL
@@ -177,10 +179,10 @@ def _placement(spec: ServerSpec, config: EngineConfig) -> dict[str, Argument]:
     if apart is None:
         return options
     options |= {"disaggregation-mode": spec.role, "disaggregation-transfer-backend": apart.transfer_backend}
-    if spec.bootstrap_port is not None:
-        options["disaggregation-bootstrap-port"] = spec.bootstrap_port
     if config.device == "cpu" and spec.role == "decode":
         options["disaggregation-decode-retraction-backup"] = "cpu_tensor"  # by default in memory that CUDA pins
+    if spec.bootstrap_port is not None:
+        options["disaggregation-bootstrap-port"] = spec.bootstrap_port
     if apart.ib_device is not None:
         options["disaggregation-ib-device"] = apart.ib_device
     return options

@@ -38,7 +38,7 @@ class NoPlanError(ValueError):
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor in the memory, wherever that is opened."""
+    """A tensor in a memory, wherever that is opened; or at an address."""
 
     begin: int
     """Byte."""
@@ -47,8 +47,8 @@ class Piece:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor, memory: Tensor) -> Piece:
-        begin = tensor.data_ptr() - memory.data_ptr()
+    def of(cls, tensor: Tensor, memory: Tensor | None = None) -> Piece:
+        begin = tensor.data_ptr() - (0 if memory is None else memory.data_ptr())
         return cls(begin, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     def view(self, memory: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def _owners(model: nn.Module) -> dict[int, list[Owner]]:
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.numel():
-                    owner = Owner(tensors, name, tensor, tensor.data_ptr())  # type: ignore[arg-type]
+                    owner = Owner(tensors, name, tensor, tensor.data_ptr())
                     found.setdefault(tensor.untyped_storage().data_ptr(), []).append(owner)
     return found
 
@@ -275,12 +275,13 @@ def _check_all_read(named: Sequence[tuple[str, Piece]], copies: Sequence[Copy]) 
 
 
 def join(copies: Sequence[Copy]) -> list[Copy]:
-    """Neighbours at both ends become one copy.
+    """Neighbours at both ends become one copy, and the same copy twice (of tied embeddings) one.
 
     Raises:
-        NoPlanError: two copies write to the same place, so that their order matters.
+        NoPlanError: two copies write different things to the same place, so that their order matters.
     """
-    ordered = sorted((copy for copy in copies if copy.target.numel()), key=lambda copy: copy.target.data_ptr())
+    different = {(Piece.of(copy.target), copy.source): copy for copy in copies if copy.target.numel()}
+    ordered = sorted(different.values(), key=lambda copy: copy.target.data_ptr())
     joined: list[Copy] = []
     reach = 0
     for copy in ordered:

@@ -8,11 +8,18 @@ a cache is to be flushed while retracted requests wait. 0.5.23 does all three.
 from __future__ import annotations
 
 import asyncio
+import base64
 import enum
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import torch
+import torch.multiprocessing
+
+from rollout.engine.opened_memory import LOADER, Request
 from rollout.engine.protocol import EngineError
 from rollout.engine.sglang_http import Connection, Timeouts
 
@@ -44,6 +51,8 @@ class Abilities:
     tensor_parallel: int
     disaggregated: bool = False
     """It is one half of a pair: it prefills, or it decodes."""
+    opens_memory: bool = False
+    """It was started with our loader, which keeps the trainer's memory open (``rollout.engine.weight_loader``)."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +101,7 @@ class SGLangWeights(Connection):
                     memory_saver=bool(info.get("enable_memory_saver", False)),
                     tensor_parallel=int(info["tp_size"]),
                     disaggregated=info.get("disaggregation_mode") in ("prefill", "decode"),
+                    opens_memory=LOADER in (info.get("custom_weight_loader") or []),
                 )
         return self._abilities
 
@@ -129,7 +139,7 @@ class SGLangWeights(Connection):
         readings = 0
         try:
             async with asyncio.timeout(self._timeouts.control_s):
-                while readings < IDLE_READINGS:
+                while True:
                     answer = await self._call("GET", "/v1/loads", None, self._timeouts.control_s)
                     with self._answer_errors("/v1/loads"):
                         busy = sum(
@@ -137,6 +147,8 @@ class SGLangWeights(Connection):
                             for load in answer["loads"]
                         )
                     readings = 0 if busy else readings + 1
+                    if readings == IDLE_READINGS:
+                        return
                     await asyncio.sleep(IDLE_POLL_S)
         except TimeoutError as error:
             raise EngineError(f"{self.url} was not idle within {self._timeouts.control_s:g} s") from error
@@ -183,6 +195,21 @@ class SGLangWeights(Connection):
         body: dict[str, Any] = {"serialized_named_tensors": list(payloads)}
         if flat:
             body["load_format"] = "flattened_bucket"
+        await self._control("/update_weights_from_tensor", body | _stamp(version, flush))
+
+    async def update_weights_from_memory(
+        self, requests: Sequence[Request], version: int | None, flush: bool = True
+    ) -> None:
+        """Have our loader copy from the trainer's memory, where ``Abilities.opens_memory``; as with tensors between
+        ``begin`` and ``end``. Whether it did is in its answers, not in SGLang's.
+
+        Args:
+            requests: one for each tensor-parallel rank.
+        """
+        body: dict[str, Any] = {
+            "serialized_named_tensors": [_as_name(request.model_dump_json()) for request in requests],
+            "load_format": LOADER,
+        }
         await self._control("/update_weights_from_tensor", body | _stamp(version, flush))
 
     async def update_weights_from_disk(self, directory: str, version: int, flush: bool = True) -> None:
@@ -238,6 +265,13 @@ class SGLangWeights(Connection):
     async def resume_memory(self, tags: Sequence[str]) -> None:
         """Take back what ``release_memory`` gave; weights must be loaded, and the KV cache is empty."""
         await self._control("/resume_memory_occupation", {"tags": list(tags)})
+
+
+def _as_name(text: str) -> str:
+    """base64 of SGLang's serialised tensors, with a text in place of a tensor's name."""
+    stream = io.BytesIO()
+    ForkingPickler(stream).dump([(text, torch.empty(0))])  # an empty tensor costs nothing to read, that way
+    return base64.b64encode(stream.getvalue()).decode("ascii")
 
 
 def _stamp(version: int | None, flush: bool) -> dict[str, Any]:

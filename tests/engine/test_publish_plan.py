@@ -179,9 +179,28 @@ class Replaces(Fused):
 
 
 class Twice(Fused):
+    """As where embedding and head are tied, and each is loaded."""
+
     def load_one(self, name, tensor):
         super().load_one(name, tensor)
         super().load_one(name, tensor)
+
+
+def test_the_same_copy_twice_is_one():
+    placed, memory = layout()
+    weights, model = named(placed, memory), Twice()
+    plan = load_and_plan(model, weights, memory)
+    assert len(plan.copies) == 5
+    randomize(weights)
+    plan.bind(memory).run()
+    assert checksums(model) == loaded(weights)
+
+
+class Overwrites(Fused):
+    def load_one(self, name, tensor):
+        super().load_one(name, tensor)
+        if name == "k":
+            super().load_one("v", tensor)
 
 
 class Adds(Fused):
@@ -205,7 +224,7 @@ class Elsewhere(Fused):
         (Reads, "computes"),
         (Threads, "no copy of .* was seen"),
         (Replaces, "computes something"),
-        (Twice, "same place"),
+        (Overwrites, "same place"),
         (Adds, "aten.add_.Tensor changes"),
         (Elsewhere, "not the model's"),
         (Crooked, "not the model's"),
