@@ -80,6 +80,7 @@ SIZES: Mapping[str, Size] = {
     "tiny": Size(64, 2, 4, 2, 16, 256, 512),
     "135m": Size(576, 30, 9, 3, 64, 1536, 49_152),
     "1b": Size(2048, 16, 32, 8, 64, 8192, 128_256),
+    "8b": Size(4096, 34, 32, 8, 128, 14_336, 128_256),
 }
 
 
@@ -95,6 +96,13 @@ def random_weights(size: Size, seed: int, device: str, dtype: torch.dtype) -> We
     return {name: tensor(name, shape) for name, shape in size.shapes.items()}
 
 
+def turn(weights: Weights) -> None:
+    """Change every matrix in its place, as an optimizer does; again, and it is what it was."""
+    for tensor in weights.values():
+        if tensor.dim() > 1:
+            tensor.copy_(tensor.flip(0))
+
+
 def changed(weights: Weights, share: float, seed: int) -> Weights:
     """The same but for a share of the values, each of which differs in its last bit, as after a small step."""
 
@@ -107,10 +115,15 @@ def changed(weights: Weights, share: float, seed: int) -> Weights:
     return {name: change(tensor) for name, tensor in weights.items()}
 
 
-def write(directory: Path, size: Size, weights: Weights, context: int) -> Path:
+def write_config(directory: Path, size: Size, dtype: torch.dtype, context: int) -> Path:
     directory.mkdir(parents=True)
-    dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    (directory / "config.json").write_text(json.dumps(size.config(context, dtype), indent=1))
+    config = size.config(context, str(dtype).removeprefix("torch."))
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    return directory
+
+
+def write(directory: Path, size: Size, weights: Weights, context: int) -> Path:
+    write_config(directory, size, next(iter(weights.values())).dtype, context)
     save_file(
         {name: tensor.cpu() for name, tensor in weights.items()}, directory / "model.safetensors", {"format": "pt"}
     )

@@ -1,22 +1,41 @@
-"""On a GPU: weights through CUDA IPC, and the engine's memory given away and taken back, with random Llamas."""
+"""On a GPU: weights through CUDA IPC and as patches, the engine's memory given away and taken back, a server that was
+killed, with random Llamas. The server's log is below pytest's ``--basetemp``."""
 
 import asyncio
 import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.publish.models import SIZES, random_weights, write
+from rl.weights.bits import engine_checksums
 from rl.weights.colocation import Colocation
-from rl.weights.ipc import IpcTransport
+from rl.weights.delta_transport import DeltaTransport, Held
+from rl.weights.ipc import IpcTransport, Openings
 from rl.weights.local import LocalSender
 from rl.weights.publisher import publish
+from rl.weights.transports import DiskTransport
 from rollout.engine.config import EngineConfig
 from rollout.engine.fleet import EngineFleet
-from rollout.processes import ProcessRegistry
+from rollout.engine.sglang import SGLangEngine, Timeouts
+from rollout.processes import ProcessRegistry, free_port
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.timeout(400),
+]
 
 SIZE = SIZES["135m"]
 CONTEXT = 2048
@@ -25,6 +44,7 @@ NOISE = 0.15
 """Largest |Δ log-prob| of one model on two kernels in bfloat16; other weights differ by whole units."""
 START_S = 280.0
 """The first start compiles kernels."""
+BUCKET_BYTES = 64 << 20
 
 
 class Model:
@@ -43,10 +63,23 @@ class Model:
 
 
 class Trainer:
-    """What a trainer does to the device: it holds memory, or does not."""
+    """Its weights take the values of one version after another, and what it gives away of the device comes back."""
 
-    def __init__(self):
+    def __init__(self, models, resident_bytes=10**10, keep=True):
+        self.models = models
+        self.weights = {name: tensor.clone() for name, tensor in models[0].weights.items()}
+        self.sender = LocalSender(list(self.weights.items()), "cuda")
+        self.openings = Openings(resident_bytes, keep)
         self.memory = None
+
+    async def publish(self, engine, version, **settings):
+        """Returns the publication, and how the engine loaded."""
+        for name, tensor in self.weights.items():
+            tensor.copy_(self.models[version % 2].weights[name])
+        plan = self.sender.plan(BUCKET_BYTES)
+        transport = IpcTransport(self.sender, plan, {}, self.openings, checksums=True)
+        done = await publish([engine], transport, version, SIZE.shapes, **settings)
+        return done, self.openings.last[engine.url][0]
 
     async def onload(self):
         self.memory = torch.empty(free_bytes() // 2, dtype=torch.uint8, device="cuda")
@@ -58,7 +91,8 @@ class Trainer:
         return gained
 
     async def release_bucket(self):
-        """The test's sender keeps its buffer."""
+        self.sender.release()
+        torch.cuda.empty_cache()
 
 
 def free_bytes():
@@ -70,72 +104,147 @@ async def gap(engine, model):
     return float((found - model.logprobs).abs().max())
 
 
+async def assert_holds(engine, models, version):
+    assert await gap(engine, models[version % 2]) < NOISE
+    assert await gap(engine, models[(version + 1) % 2]) > 1
+
+
+async def publish_by_disk(engine, models, version):
+    await publish([engine], DiskTransport(models[version % 2].directory), version, SIZE.shapes)
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return [Model(tmp_path_factory.mktemp("models") / str(seed), seed) for seed in (0, 1)]
+def models():
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    yield [Model(folder / str(seed), seed) for seed in (0, 1)]
+    shutil.rmtree(folder)
 
 
-def with_engine(models, tmp_path, test, **settings):
-    """Run ``test(engine)`` with a server of ``models[0]``."""
+@pytest.fixture(scope="module")
+def fleet(models, tmp_path_factory):
+    """One server of ``models[0]``, watched in a thread, and started again when it dies."""
+    extra = {"attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none"}
+    config = EngineConfig(
+        device="cuda",
+        dtype="bfloat16",
+        context_length=CONTEXT,
+        max_running_requests=16,
+        memory_fraction=0.3,
+        memory_saver=True,
+        start_timeout_s=START_S,
+        extra_args=extra | {"disable-prefill-cuda-graph": True, "cuda-graph-max-bs-decode": 16},
+    )
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
 
+    def run(coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(timeout=START_S)
+
+    with ProcessRegistry() as registry:
+        fleet = EngineFleet(config, registry, tmp_path_factory.mktemp("logs"), print)
+        run(fleet.start(models[0].directory))
+        yield fleet
+        run(fleet.stop())
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+def with_engine(fleet, test):
     async def run():
-        extra = {"attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none"}
-        config = EngineConfig(
-            device="cuda",
-            dtype="bfloat16",
-            context_length=CONTEXT,
-            max_running_requests=16,
-            memory_fraction=0.3,
-            start_timeout_s=START_S,
-            extra_args=extra | {"disable-prefill-cuda-graph": True, "cuda-graph-max-bs-decode": 16},
-            **settings,
-        )
-        with ProcessRegistry() as registry:
-            fleet = EngineFleet(config, registry, tmp_path, print)
-            await fleet.start(models[0].directory)
-            try:
-                await test(fleet.engines[0])
-            finally:
-                await fleet.stop()
+        async with SGLangEngine(fleet.engines[0].url, Timeouts()) as engine:
+            await test(engine, await engine.weight_version())
 
     asyncio.run(run())
 
 
-async def publish_by_ipc(engine, sender, model, version, **kwargs):
-    sender.named = list(model.weights.items())
-    transport = IpcTransport(sender, sender.plan(64 << 20), {})
-    return await publish([engine], transport, version, SIZE.shapes, **kwargs)
-
-
-@pytest.mark.timeout(400)
-def test_ipc_is_exact(models, tmp_path):
-    async def test(engine):
-        sender = LocalSender([], "cuda")
-        assert await gap(engine, models[0]) < NOISE < 1 < await gap(engine, models[1])
-        for version in (1, 2, 3):
-            done = await publish_by_ipc(engine, sender, models[version % 2], version)
+@pytest.mark.parametrize("settings", [{}, {"resident_bytes": 0}, {"keep": False}], ids=["whole", "rounds", "closed"])
+def test_ipc_leaves_the_bits_of_the_ordinary_way(fleet, models, settings):
+    async def test(engine, version):
+        expected = []
+        for step in (1, 2):
+            await publish_by_disk(engine, models, version + step)
+            expected.append((await engine_checksums(engine))[0])
+        trainer, answers = Trainer(models, **settings), []
+        for step in (3, 4, 5, 6):
+            done, answer = await trainer.publish(engine, version + step)
+            answers.append(answer)
             assert done.attempts == 1
-            assert await gap(engine, models[version % 2]) < NOISE
-            assert await gap(engine, models[(version + 1) % 2]) > 1
+            await assert_holds(engine, models, version + step)
+        assert [answer.checksums for answer in answers] == expected * 2
+        assert expected[0] != expected[1]
+        assert answers[0].why == ""
+        assert all("plan" in answer.how for answer in answers[1:])
 
-    with_engine(models, tmp_path, test)
+    with_engine(fleet, test)
 
 
-@pytest.mark.timeout(400)
-def test_memory_is_given_away_and_taken_back(models, tmp_path):
-    async def test(engine):
-        trainer, sender = Trainer(), LocalSender([], "cuda")
+def test_memory_is_given_away_and_taken_back(fleet, models):
+    async def test(engine, version):
+        trainer = Trainer(models, keep=False)
         colocation = Colocation(lambda: [engine], trainer)
         awake = free_bytes()
-        for version in (1, 2):
+        for step in (1, 2):
             await colocation.to_trainer()
             trainer_holds = trainer.memory.nbytes
             assert trainer_holds + free_bytes() > awake + (10 << 30)  # 30 % of an 80 GB device are 24 GB
             await colocation.wake_weights()
-            model = models[version % 2]
-            await publish_by_ipc(engine, sender, model, version, before_resume=colocation.to_engines)
+            await trainer.publish(engine, version + step, before_resume=colocation.to_engines)
             assert trainer.memory is None
-            assert await gap(engine, model) < NOISE
-            assert await gap(engine, models[(version + 1) % 2]) > 1
+            await assert_holds(engine, models, version + step)
 
-    with_engine(models, tmp_path, test, memory_saver=True)
+    with_engine(fleet, test)
+
+
+def test_patches_reach_the_engine(fleet, models, tmp_path):
+    port = free_port()
+    command = [sys.executable, "-m", "rl.weights.receiver", "--model", str(models[0].directory)]
+    command += ["--version", "1000", "--copies", f"/dev/shm/copies-{port}", "--port", str(port)]
+    receiver = subprocess.Popen(command, stdout=(tmp_path / "receiver.log").open("w"), stderr=subprocess.STDOUT)
+
+    async def test(engine, version):
+        for base, new in ((1000, 1001), (1001, 1002)):
+            transport = DeltaTransport(
+                Held(new, models[new % 2].directory),
+                Held(base, models[base % 2].directory),
+                {engine.url: f"http://127.0.0.1:{port}"},
+                tmp_path,
+                timeout_s=120,
+            )
+            await publish([engine], transport, new, SIZE.shapes)
+            assert transport.sent[engine.url].how == "patch"
+            await assert_holds(engine, models, new)
+
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/versions", timeout=5).close()
+                break
+            except OSError:
+                assert time.monotonic() < deadline, "the receiver does not answer"
+                time.sleep(0.1)
+        with_engine(fleet, test)
+    finally:
+        receiver.terminate()
+        receiver.wait(30)
+
+
+def test_a_server_that_was_started_anew_opens_the_memory_again(fleet, models):
+    """The trainer speaks to it through the same object, so that it thinks that the server has the memory open."""
+
+    async def test(engine, version):
+        trainer = Trainer(models)
+        done, _ = await trainer.publish(engine, version + 1)
+        killed = fleet.engines[0]
+        os.kill(fleet.processes["engine-0"].pid, signal.SIGKILL)
+        deadline = time.monotonic() + START_S
+        while not fleet.engines or fleet.engines[0] is killed:
+            assert time.monotonic() < deadline, "the server was not started again"
+            await asyncio.sleep(0.5)
+        again, answer = await trainer.publish(engine, version + 2)
+        assert (done.attempts, again.attempts) == (1, 2)
+        assert answer.how == "loader, recorded"
+        await assert_holds(engine, models, version + 2)
+
+    with_engine(fleet, test)

@@ -13,7 +13,7 @@ from aiohttp import web
 from rl.weights.collective import Broadcasts, CollectiveTransport
 from rl.weights.copies import Copies
 from rl.weights.delta_transport import DeltaTransport, Held
-from rl.weights.ipc import IpcTransport
+from rl.weights.ipc import IpcTransport, Openings
 from rl.weights.local import LocalSender
 from rl.weights.publisher import Fallback, PublishError, publish
 from rl.weights.receiver import make_app
@@ -24,7 +24,7 @@ from tests.engine.conftest import until_running
 from tests.engine.test_publish import PROMPT, assert_sampled_by_its_versions
 
 BUCKET_BYTES = 100_000
-WAYS = ["disk", "tensors", "ipc", "collective", "delta"]
+WAYS = ["disk", "tensors", "ipc", "ipc-in-rounds", "ipc-of-handles", "collective", "delta"]
 REQUESTS = 32
 NEW_TOKENS = 150
 
@@ -33,6 +33,13 @@ def named(server, version):
     # lm_head is tied to the embedding and no tensor of its own
     state = server.models[version % 2].hf.state_dict().items()
     return [(name, tensor) for name, tensor in state if name != "lm_head.weight"]
+
+
+class OfHandles(IpcTransport):
+    """To an engine that has not our loader."""
+
+    async def _all_open(self, engines):
+        return False
 
 
 @dataclass
@@ -44,6 +51,7 @@ class Ways:
     broadcasts: Broadcasts
     receiver: str
     work: Path
+    openings: dict[str, Openings]
 
     def transport(self, way: str, version: int, base: int | None = None) -> Transport:
         if way == "disk":
@@ -56,8 +64,10 @@ class Ways:
             return DeltaTransport(new, held, {self.server.url: self.receiver}, self.work, timeout_s=30)
         self.sender.named = named(self.server, version)
         plan = self.sender.plan(BUCKET_BYTES)
-        if way == "ipc":
-            return IpcTransport(self.sender, plan, {})
+        if way == "ipc-of-handles":
+            return OfHandles(self.sender, plan, {}, self.openings["ipc"])
+        if way in self.openings:
+            return IpcTransport(self.sender, plan, {}, self.openings[way])
         return CollectiveTransport(self.broadcasts, plan)
 
 
@@ -88,7 +98,10 @@ def receiver(running_server, tmp_path_factory):
 def ways(server, receiver, tmp_path):
     sender = LocalSender([])
     broadcasts = Broadcasts(sender, "gloo", timeout_s=20)
-    yield Ways(server, sender, broadcasts, receiver, tmp_path)
+    openings = {"ipc": Openings(10**9), "ipc-in-rounds": Openings(0)}
+    yield Ways(server, sender, broadcasts, receiver, tmp_path, openings)
+    for each in openings.values():
+        each.close()
 
     async def leave():
         async with server.engine() as engine:

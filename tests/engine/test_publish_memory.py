@@ -1,0 +1,159 @@
+"""The trainer's memory, which a real server opens once and copies from: the bits, and what happens when the server, the
+trainer or the layout is another."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+
+import pytest
+import torch
+
+from rl.weights.bits import engine_checksums
+from rl.weights.flat import memory_handle
+from rl.weights.ipc import IpcTransport, Openings
+from rl.weights.local import LocalSender
+from rl.weights.publisher import Fallback, PublishError, publish
+from rollout.engine.opened_memory import LOADER
+from rollout.engine.protocol import Sampling
+from tests.engine.test_publish import PROMPT, assert_sampled_by_its_versions
+from tests.engine.test_publish_ways import BUCKET_BYTES, named
+
+DEAD_TRAINER_BYTES = 4096
+
+
+class Trainer:
+    """A sender whose tensors take the values of one version after another, and what engines have open of it."""
+
+    def __init__(self, server, sender=None, resident_bytes=10**9, keep=True, turned=False):
+        self.server = server
+        self.weights = [(name, tensor.clone()) for name, tensor in named(server, 0)]
+        if turned:
+            self.weights.reverse()
+        self.sender = sender or LocalSender([])
+        self.sender.named = self.weights
+        self.openings = Openings(resident_bytes, keep)
+
+    async def publish(self, engine, version, **settings):
+        """Returns the publication, and how the engine loaded."""
+        values = dict(named(self.server, version))
+        for name, tensor in self.weights:
+            tensor.copy_(values[name])
+        transport = IpcTransport(self.sender, self.sender.plan(BUCKET_BYTES), {}, self.openings, checksums=True)
+        done = await publish([engine], transport, version, self.server.shapes(), **settings)
+        return done, self.openings.last[engine.url][0]
+
+
+async def bits(engine):
+    (found,) = await engine_checksums(engine)
+    return found
+
+
+def test_the_server_has_our_loader(server):
+    async def run():
+        async with server.engine() as engine:
+            return await engine.abilities()
+
+    assert LOADER.startswith("rollout.engine")
+    assert asyncio.run(run()).opens_memory
+
+
+@pytest.mark.parametrize("settings", [{}, {"resident_bytes": 0}, {"keep": False}], ids=["whole", "rounds", "closed"])
+def test_the_bits_are_those_of_the_ordinary_way(server, settings):
+    async def run():
+        async with server.engine() as engine:
+            version = await engine.weight_version()
+            expected = []
+            for step in (1, 2):
+                await publish([engine], server.disk(version + step), version + step, server.shapes())
+                expected.append(await bits(engine))
+            trainer, found = Trainer(server, **settings), []
+            for step in (3, 4, 5, 6):
+                found.append((await trainer.publish(engine, version + step))[1])
+            return expected, found, await bits(engine)
+
+    expected, found, last = asyncio.run(run())
+    assert expected[0] != expected[1]
+    assert [answer.checksums for answer in found] == expected * 2
+    assert last == expected[1]
+    assert [answer.how for answer in found] == ["loader, recorded", "plan", "plan", "plan"]
+    assert found[0].why == ""
+
+
+def test_a_server_that_forgot_is_told_again(server):
+    """As one that was started anew behind the same URL, or that another trainer has spoken to."""
+
+    async def run():
+        async with server.engine() as engine:
+            version = await engine.weight_version()
+            trainer = Trainer(server)
+            first, _ = await trainer.publish(engine, version + 1)
+            await bits(engine)
+            second, answer = await trainer.publish(engine, version + 2)
+            async with server.engine() as other:
+                third, _ = await trainer.publish(other, version + 4)
+            generation = await engine.generate(PROMPT, Sampling(1.0, 16), "told-again")
+            return [first.attempts, second.attempts, third.attempts], answer, generation
+
+    attempts, answer, generation = asyncio.run(run())
+    assert attempts == [1, 2, 1]
+    assert answer.error == ""
+    assert_sampled_by_its_versions(server, PROMPT, generation, 1.0)
+
+
+def test_another_layout_is_recorded_anew(server):
+    async def run():
+        async with server.engine() as engine:
+            version = await engine.weight_version()
+            found = []
+            for step, turned in enumerate([False, True, True], 1):
+                found.append((await Trainer(server, turned=turned).publish(engine, version + 2 * step))[1])
+            return found
+
+    first, other, again = asyncio.run(run())
+    assert first.checksums == other.checksums == again.checksums
+    # the third is another trainer, whose tensors lie as those of the second
+    assert [first.how, other.how, again.how] == ["loader, recorded", "loader, recorded", "plan"]
+
+
+def hand_over(pipe):
+    memory = torch.zeros(DEAD_TRAINER_BYTES, dtype=torch.uint8)
+    pipe.send(memory_handle(memory))
+    signal.pause()
+
+
+class Dead(LocalSender):
+    """A sender whose handle is of a process that is gone."""
+
+    handle = ""
+
+    async def memory_handles(self):
+        return dict.fromkeys(await super().memory_handles(), self.handle)
+
+
+def test_the_memory_of_a_dead_trainer_is_refused_and_the_server_lives(server):
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=hand_over, args=(theirs,))
+    process.start()
+    assert ours.poll(60)
+    sender = Dead([])
+    sender.handle = ours.recv()
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+    async def run():
+        async with server.engine() as engine:
+            version = await engine.weight_version()
+            fallback = Fallback(server.disk(version), version)
+            with pytest.raises(PublishError, match=f"could not copy the weights.*back at version {version}") as failure:
+                await Trainer(server, sender).publish(engine, version + 1, fallback=fallback)
+            generation = await engine.generate(PROMPT, Sampling(1.0, 16), "after-death")
+            done, _ = await Trainer(server).publish(engine, version + 1)
+            return failure.value.mixed, version, generation, done
+
+    mixed, version, generation, done = asyncio.run(run())
+    assert not mixed
+    assert set(generation.weight_versions.tolist()) == {version}
+    assert_sampled_by_its_versions(server, PROMPT, generation, 1.0)
+    assert done.attempts == 1
