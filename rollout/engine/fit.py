@@ -23,6 +23,12 @@ def problems(config: EngineConfig, shape: ModelShape, gpus: int | None = None) -
         )
     if gpus is not None and config.device == "cuda":
         yield from _gpu_problems(config, gpus)
+    if shape.model_type == "qwen3_moe" and shape.experts is not None and shape.experts.dense_layers:
+        yield (
+            "model: SGLang gives every layer of a qwen3_moe model experts, at random where the checkpoint has none "
+            f"(seen with 0.5.23): it can't serve one with {shape.experts.dense_layers} dense layers (mlp_only_layers, "
+            "decoder_sparse_step)"
+        )
     for role in config.roles:
         prefix = "engine" if role == "both" else f"engine.disaggregation.{role}"
         settings = config.for_role(role)

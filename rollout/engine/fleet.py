@@ -170,7 +170,7 @@ class EngineFleet:
                 reason = self._recovery.reason(index).splitlines()
                 told[server.name] = f"{phase}: {reason[0]}" if reason else str(phase)
         if self._in_front is not None and (phase := self._in_front.state[0]) is not Phase.SERVING:
-            told[ROUTER] = f"{phase}: {self._in_front.reason.partition(chr(10))[0]}"
+            told[ROUTER] = f"{phase}: {(self._in_front.reason.splitlines() or ['it has not begun'])[0]}"
         return told if self._running else {}
 
     async def start(self, model_dir: Path, weight_version: int = 0) -> None:

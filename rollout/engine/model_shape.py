@@ -273,9 +273,19 @@ def _experts(config: Mapping[str, Any], layers: int) -> Experts | None:
     if not routed:
         return None
     kinds = config.get("mlp_layer_types")
-    dense = kinds.count("dense") if kinds is not None else config.get("first_k_dense_replace") or 0
+    if kinds is not None:
+        dense = kinds.count("dense")
+    elif config.get("model_type") == "qwen3_moe":
+        dense = _qwen_dense_layers(config, layers)
+    else:
+        dense = config.get("first_k_dense_replace") or 0
     width = _size(config, "moe_intermediate_size", "intermediate_size")
     shared = config.get("n_shared_experts")
     if shared is None:
         shared = -(-int(config.get("shared_expert_intermediate_size") or 0) // width)
     return Experts(int(routed), _size(config, "num_experts_per_tok"), int(shared), width, min(int(dense), layers))
+
+
+def _qwen_dense_layers(config: Mapping[str, Any], layers: int) -> int:
+    step, named = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    return sum(layer in named or (layer + 1) % step != 0 for layer in range(layers))

@@ -287,4 +287,7 @@ class SGLangRouter:
         if client is not None:
             await client.close()
         if process is not None:
-            await asyncio.to_thread(self._registry.stop, process)
+            try:
+                await asyncio.to_thread(self._registry.stop, process)
+            except ProcessError as error:  # it holds a port, no GPU: the next one takes another
+                self._say(str(error))

@@ -69,3 +69,21 @@ def test_gpus_needed():
     assert gpus_needed(engine(tensor_parallel=2, servers=3)) == 6
     shared = {"share_gpus": True, "decode": {"tensor_parallel": 2}}
     assert gpus_needed(engine(memory_fraction=0.4, disaggregation=shared)) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "dense"),
+    [
+        ({}, 0),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": []}, 0),
+        ({"mlp_only_layers": [0, 2]}, 2),
+        ({"decoder_sparse_step": 2}, 18),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, 19),
+    ],
+)
+def test_dense_layers_among_those_with_experts_are_refused_where_sglang_ignores_them(changes, dense):
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024}
+    mixed = shape("qwen3_8b", model_type="qwen3_moe", **experts, **changes)
+    assert mixed.experts.dense_layers == dense
+    found = [problem for problem in problems(engine(), mixed) if "qwen3_moe" in problem]
+    assert len(found) == (dense > 0)

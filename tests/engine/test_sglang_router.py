@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from rollout.engine import launcher as launcher_module
 from rollout.engine.config import EngineConfig
 from rollout.engine.fleet import EngineFleet
 from rollout.engine.launch import arguments
+from rollout.engine.launcher import LocalLauncher, LocalProcess
 from rollout.engine.protocol import EngineError, EngineLost, FinishReason, Sampling
 from rollout.engine.recovery import Phase, RecoveryConfig
 from rollout.engine.router_settings import SGLangRouterConfig
 from rollout.engine.sglang_router import NAME, Changes, SGLangRouter, changes
-from rollout.processes import ProcessError, ProcessRegistry
+from rollout.processes import ProcessError, ProcessRegistry, free_port
 from tests.engine.conftest import CONTEXT_LENGTH, until, until_idle, until_running
 
 FAKE = Path(__file__).with_name("fake_server.py")
@@ -70,6 +70,14 @@ def test_a_missing_package_is_told_before_anything_is_launched(monkeypatch, tmp_
         assert registry.processes == ()
 
 
+class FakeLauncher(LocalLauncher):
+    async def launch(self, spec, model_dir, weight_version):
+        port = self._ports.setdefault(spec.index, free_port())
+        line = [sys.executable, str(FAKE), str(port), "serves", str(weight_version)]
+        process = self._registry.start(spec.name, line, self._log_dir / f"{spec.name}.log", grace_s=0.0)
+        return LocalProcess(process, self._registry, f"http://127.0.0.1:{port}")
+
+
 @dataclass
 class Running:
     """A fleet of two servers behind a router, and the event loop of a thread that watches it."""
@@ -83,17 +91,15 @@ class Running:
 
 @pytest.fixture(scope="module", params=["cache_aware", "manual"])
 def running(request, tmp_path_factory):
-    def command(config, model_dir, port, weight_version, index):
-        return [sys.executable, str(FAKE), str(port), "serves", str(weight_version)]
-
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     router = SGLangRouterConfig(policy=request.param)
     config = EngineConfig(context_length=128, servers=2, recovery=QUICK, sglang_router=router)
-    with pytest.MonkeyPatch.context() as patch, ProcessRegistry() as registry:
-        patch.setattr(launcher_module, "command", command)
-        running = Running(EngineFleet(config, registry, tmp_path_factory.mktemp("logs"), print), loop)
+    logs = tmp_path_factory.mktemp("logs")
+    with ProcessRegistry() as registry:
+        launcher = FakeLauncher(config, registry, logs)
+        running = Running(EngineFleet(config, registry, logs, print, launcher), loop)
         running.run(running.fleet.start(Path("unused")))
         yield running
         running.run(running.fleet.stop())
