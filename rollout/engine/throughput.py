@@ -42,7 +42,7 @@ class Machine:
     order of use. Seen on an H200 at 8 and 32 requests: a step with HiSparse less one without, less the bytes."""
     expert_tile_rows: int | None = None
     """Tokens of an expert that its kernel multiplies together, reading the expert's weights anew for the next ones;
-    None: as many as SGLang takes by itself (``expert_tiles``)."""
+    None: as many as SGLang takes (``expert_tiles``)."""
     prefill_tokens_per_s: float | None = None
     """None: only decoding is counted."""
 
@@ -226,7 +226,7 @@ def _weights_seconds(config: EngineConfig, shape: ModelShape, running: int, mach
     touched = 1.0
     if shape.experts is not None:
         routed = shape.experts.routed
-        rows = machine.expert_tile_rows or expert_tiles.default_rows(config, shape, running)
+        rows = machine.expert_tile_rows or expert_tiles.rows(config, shape, running)
         touched = expert_reads(routed, shape.experts.per_token, running, rows) / routed
     attention = shape.sharded_attention_weights / group + shape.replicated_attention_weights
     read = (shape.mlp_weights(touched) / tp + attention) * shape.weight_bytes
