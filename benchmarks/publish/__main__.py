@@ -7,7 +7,7 @@ requests run, for the seconds in which the engine does not generate. ``ipc_bits`
 the server then holds bit by bit with what it loads the ordinary way. Patches are measured at 1, 10 and 100 % of the
 values changed. Each row is written when it is there; a way that fails leaves its error, and the next one runs.
 
-With two GPUs the server has the second, and what goes from one to the other is measured.
+With two GPUs the trainer has the second, the server the first, and what goes from one to the other is measured.
 """
 
 from __future__ import annotations
@@ -55,10 +55,8 @@ def engine_config(options: argparse.Namespace, files: bool) -> EngineConfig:
     if files:
         extra["cuda-graph-max-bs-decode"] = options.requests
     else:
-        extra |= {"disable-cuda-graph": True, "load-format": "dummy"}
+        extra |= {"disable-decode-cuda-graph": True, "load-format": "dummy"}
         settings["max_total_tokens"] = IDLE_TOKENS
-    if torch.cuda.device_count() > 1:
-        extra["base-gpu-id"] = 1
     return EngineConfig.model_validate(common | settings)
 
 
@@ -73,8 +71,10 @@ def directories(parent: Path, size: Size, weights: Weights) -> list[Path]:
 
 async def measure_size(name: str, options: argparse.Namespace, report: Report, memory: Path, disk: Path) -> None:
     size, files, prefix = SIZES[name], name not in WITHOUT_FILES, f"{name}."
+    apart = options.device == "cuda" and torch.cuda.device_count() > 1
+    device = "cuda:1" if apart else options.device
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    weights = random_weights(size, 0, options.device, dtype)
+    weights = random_weights(size, 0, device, dtype)
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     report.put(f"{prefix}model", {"parameters": size.parameters, "nbytes": nbytes, "dtype": str(dtype)})
     in_memory = directories(memory / name, size, weights) if files else []
@@ -90,10 +90,8 @@ async def measure_size(name: str, options: argparse.Namespace, report: Report, m
             engine = fleet.engines[0]
             able = await engine.abilities()
             report.put(f"{prefix}server", {"sglang": able.version, "start_seconds": round(time.monotonic() - begin, 1)})
-            bench = Bench(
-                engine, size, options.device, weights, in_memory, on_disk, memory / name, registry, options.requests
-            )
-            rows = Rows(bench, options.device == "cuda" and torch.cuda.device_count() > 1, CONTEXT)
+            bench = Bench(engine, size, device, weights, in_memory, on_disk, memory / name, registry, options.requests)
+            rows = Rows(bench, apart, CONTEXT)
             await rows.measure(report, prefix, options.only, options.without)
             report.put(f"{prefix}bars", bars(report.rows, prefix))
             await rows.close()

@@ -27,13 +27,13 @@ def copy_speed(weights: Weights, device: str) -> dict[str, Any]:
     row = {"one_by_one": _timed(each, nbytes, device)}
     row["batched"] = _timed(lambda: torch._foreach_copy_(targets, sources), nbytes, device)
     targets.clear()
-    if device == "cuda":
+    if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
     flat = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     other = torch.empty_like(flat)
     row["in_one_piece"] = _timed(lambda: other.copy_(flat), nbytes, device)
     del flat, other
-    if device == "cuda":
+    if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
     return row
 
@@ -51,5 +51,5 @@ def _timed(copy: Callable[[], object], nbytes: int, device: str) -> dict[str, fl
 
 
 def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)

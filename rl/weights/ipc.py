@@ -15,7 +15,7 @@ import functools
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl.weights.archive import SHARED_MEMORY
@@ -42,11 +42,12 @@ class Held:
 class Openings:
     """What engines have open, from one publication to the next, and what they answered last. ``close`` it."""
 
-    def __init__(self, resident_bytes: int, keep: bool = True) -> None:
+    def __init__(self, resident_bytes: int, keep: bool = True, parent: Path | None = None) -> None:
         """
         Args:
             resident_bytes: of weights that are staged side by side; more go bucket by bucket.
             keep: False where the trainer gives its memory away between publications.
+            parent: of the folder for answers, which engines can write to; None: this machine's shared memory.
         """
         self.resident_bytes = resident_bytes
         self.keep = keep
@@ -54,7 +55,7 @@ class Openings:
         """By the engine's URL, of the last load."""
         self._held: dict[str, Held] = {}
         self._answers = tempfile.TemporaryDirectory(
-            prefix="atelier-answers-", dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+            prefix="atelier-answers-", dir=SHARED_MEMORY if parent is None else parent
         )
 
     def held(self, engine: WeightTarget) -> Held:
@@ -74,7 +75,7 @@ class Openings:
         self._answers.cleanup()
 
 
-@dataclass(frozen=True)
+@dataclass
 class IpcTransport:
     """The weights that the trainer has now: it can load no earlier version."""
 
@@ -87,8 +88,12 @@ class IpcTransport:
     openings: Openings
     checksums: bool = False
     """Whether engines also say the checksum of every parameter; see ``Openings.last``."""
+    _ids: dict[str, str] = field(default_factory=dict)
+    """Of the sender's memories, by device."""
+    _handles: dict[str, str] = field(default_factory=dict)
+    """That open them; for one attempt."""
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         return sum(map(bucket_nbytes, self.plan))
 
@@ -101,13 +106,22 @@ class IpcTransport:
         check_plan(self.plan, expected)
 
     async def prepare(self, engines: Sequence[WeightTarget], version: int) -> None:
-        """Stage the weights, where all fit."""
-        if await self._all_open(engines) and self.resident:
+        """Stage the weights, where all fit, and know all that need not be asked for while the engines stand."""
+        if not await self._all_open(engines):
+            return
+        _ = self.layout.checksum
+        if self.resident:
             await self.sender.stage_weights()
+            self._ids = await self.sender.memory_ids()
+            if any(await on_all(engines, self._lacks_memory)):
+                self._handles = await self.sender.memory_handles()
 
     async def load(self, engines: Sequence[WeightTarget], version: int, flush: bool) -> None:
         send = self._copy if await self._all_open(engines) else self._send
-        await in_session(engines, functools.partial(send, engines, version, flush))
+        try:
+            await in_session(engines, functools.partial(send, engines, version, flush))
+        finally:
+            self._handles = {}
 
     async def _all_open(self, engines: Sequence[WeightTarget]) -> bool:
         """Whether all have our loader."""
@@ -118,39 +132,37 @@ class IpcTransport:
         rounds = [tuple(range(len(self.plan)))] if self.resident else [(index,) for index in range(len(self.plan))]
         if not self.resident:
             await self.sender.rewind_weights()
-        ids, layout = await self.sender.memory_ids(), self._layout()
+            self._ids = await self.sender.memory_ids()
         for number, of_round in enumerate(rounds):
             last = number == len(rounds) - 1
             if not self.resident:
                 await self.sender.fill_bucket()
             said = version if last else None
             keep = self.openings.keep or not last
-            asked = functools.partial(
-                Request, layout_id=layout.checksum, rounds=of_round, keep=keep, checksums=self.checksums and last
-            )
-            await on_all(engines, functools.partial(self._take, asked, layout, ids, said, flush))
+            asked = functools.partial(Request, rounds=of_round, keep=keep, checksums=self.checksums and last)
+            await on_all(engines, functools.partial(self._take, asked, said, flush))
 
     async def _take(
         self,
         asked: Callable[..., Request],
-        layout: Layout,
-        ids: Mapping[str, str],
         version: int | None,
         flush: bool,
         engine: WeightTarget,
     ) -> None:
         ranks = (await engine.abilities()).tensor_parallel
-        memory_ids = tuple(self._of_ranks(engine.url, ranks, ids))
-        held = self.openings.held(engine)
+        memory_ids, layout_id = self._of_ranks(engine.url, ranks, self._ids), self.layout.checksum
+        knows = self.openings.held(engine).layout_id == layout_id
         handles: Sequence[str | None] = [None] * ranks
-        if held.memory_ids != memory_ids:
-            handles = self._of_ranks(engine.url, ranks, await self.sender.memory_handles())
+        if await self._lacks_memory(engine):
+            self._handles = self._handles or await self.sender.memory_handles()
+            handles = self._of_ranks(engine.url, ranks, self._handles)
         file = self.openings.answer_file()
         requests = [
             asked(
+                layout_id=layout_id,
                 memory_id=memory_id,
                 answers=file,
-                layout=None if held.layout_id == layout.checksum else layout,
+                layout=None if knows else self.layout,
                 handle=handle,
             )
             for memory_id, handle in zip(memory_ids, handles, strict=True)
@@ -159,9 +171,15 @@ class IpcTransport:
         await engine.update_weights_from_memory(requests, version, flush)
         self.openings.last[engine.url] = checked_answers(engine.url, file, ranks)
         file.unlink()
-        self.openings.set(engine, Held(id(engine), layout.checksum, memory_ids if requests[0].keep else ()))
+        kept = tuple(memory_ids) if requests[0].keep else ()
+        self.openings.set(engine, Held(id(engine), layout_id, kept))
 
-    def _layout(self) -> Layout:
+    async def _lacks_memory(self, engine: WeightTarget) -> bool:
+        ranks = (await engine.abilities()).tensor_parallel
+        return self.openings.held(engine).memory_ids != tuple(self._of_ranks(engine.url, ranks, self._ids))
+
+    @functools.cached_property
+    def layout(self) -> Layout:
         """Of each bucket's tensors in the sender's memory."""
         begins = side_by_side(self.plan)[:-1] if self.resident else [0] * len(self.plan)
         return Layout(

@@ -62,7 +62,7 @@ class WeightPublisher:
     def __post_init__(self) -> None:
         self._archive = Archive(self.config.directory)
         self._broadcasts = Broadcasts(self.source, self.backend, self.config.timeout_s)
-        self._openings = Openings(self.config.resident_bytes, self.memory_stays)
+        self._openings = Openings(self.config.resident_bytes, self.memory_stays, self._archive.root)
 
     async def export(self, version: int) -> None:
         """Take the trainer's weights out of it, as far as the way to the engines and the way back need that. No engine

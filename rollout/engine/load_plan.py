@@ -16,7 +16,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ class Owner:
 
     @property
     def unchanged(self) -> bool:
-        return self.tensors.get(self.name) is self.tensor and self.tensor.data_ptr() == self.address
+        return self.tensor.data_ptr() == self.address and self.tensors.get(self.name) is self.tensor
 
 
 class Bound:
@@ -137,6 +137,17 @@ def load_and_plan(model: nn.Module, named: Sequence[tuple[str, Tensor]], memory:
     recorder = _Recorder(memory, set(owners))
     with recorder, recorder.aside(model, AFTER):
         model.load_weights(named)
+    try:
+        return _plan(named, memory, owners, recorder)
+    except NoPlanError:
+        raise
+    except Exception as error:  # the weights are loaded, whatever goes wrong from here on
+        raise NoPlanError(f"{type(error).__name__}: {error}") from error
+
+
+def _plan(
+    named: Sequence[tuple[str, Tensor]], memory: Tensor, owners: Mapping[int, Sequence[Owner]], recorder: _Recorder
+) -> Plan:
     if recorder.obstacle:
         raise NoPlanError(recorder.obstacle)
     if not all(owner.unchanged for held in owners.values() for owner in held):
@@ -159,7 +170,7 @@ def _owners(model: nn.Module) -> dict[int, list[Owner]]:
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                if tensor is not None and tensor.numel():
+                if tensor is not None and tensor.numel() and not tensor.is_meta:
                     owner = Owner(tensors, name, tensor, tensor.data_ptr())
                     found.setdefault(tensor.untyped_storage().data_ptr(), []).append(owner)
     return found
@@ -207,7 +218,10 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self.obstacle and not self._aside:
-            self.obstacle = self._note(func, args, kwargs or {}, result)
+            try:
+                self.obstacle = self._note(func, args, kwargs or {}, result)
+            except Exception as error:  # noqa: BLE001  (what is not understood is no reason not to load)
+                self.obstacle = f"{func} is not understood: {error}"
         return result
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> str:
@@ -345,11 +359,14 @@ def _try(copy: Copy, memory: Tensor) -> None:
         expected = copy.target.clone()
     except torch.OutOfMemoryError as error:
         raise NoPlanError(f"there is no memory to check a copy of {copy.target.nbytes} bytes in") from error
-    copy.target.zero_()
-    Bound([copy], memory).run()
-    if not torch.equal(_bits(copy.target), _bits(expected)):
+    try:
+        copy.target.zero_()
+        Bound([copy], memory).run()
+        if not torch.equal(_bits(copy.target), _bits(expected)):
+            raise NoPlanError("a copy made again leaves other values than the loader")
+    except Exception:
         copy.target.copy_(expected)
-        raise NoPlanError("a copy made again leaves other values than the loader")
+        raise
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -78,8 +78,8 @@ class WeightLoader:
         except Exception as error:  # noqa: BLE001  (the answer says it)
             answer["error"] = f"{type(error).__name__}: {error}\n{traceback.format_exc()[-ERROR_CHARACTERS:]}"
         line = Answer(began=began, ended=time.monotonic(), **answer).model_dump_json()
-        with request.answers.open("a") as stream:
-            stream.write(line + "\n")
+        with request.answers.open("ab", buffering=0) as stream:  # at one go: other ranks write to it, too
+            stream.write(f"{line}\n".encode())
 
     def _load(self, model: nn.Module, request: Request, answer: dict[str, Any]) -> None:
         times = [time.monotonic()]
