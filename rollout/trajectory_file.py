@@ -75,7 +75,7 @@ def load_trajectories(path: Path) -> tuple[list[Trajectory], list[bool], int]:
     return trajectories, [row["stale"] for row in header["rows"]], header["current_version"]
 
 
-def _apart(joined: np.ndarray, rows: Sequence[Mapping[str, Any]], name: str) -> dict[int, np.ndarray]:
+def _apart(joined: np.ndarray, rows: Sequence[Mapping[str, Any]], name: str) -> dict[int, Any]:
     """An optional array of each trajectory that has it, by the trajectory's index."""
     owners = [index for index, row in enumerate(rows) if name in row["optional"]]
     ends = np.cumsum([rows[index]["length"] for index in owners])[:-1]
