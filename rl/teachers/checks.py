@@ -113,13 +113,14 @@ def _vocabulary_size(directory: Path) -> int:
 
 
 def _sizes(config: RunConfig, sources: Iterable[TeacherSource]) -> None:
-    """A teacher must fit into pinned memory whole; one that is larger than its GPU memory streams layer by layer."""
+    """A teacher, as it is kept, must fit into pinned memory; into GPU memory it need not, since it can stream."""
     for source in with_bases(sources):
-        least, budget = source.least_bytes(config.trainer), config.distillation.pinned_bytes
+        least, budget = source.least_stored_bytes(config.trainer), config.distillation.pinned_bytes
         if least > budget:
+            kept = config.trainer.dtype if source.codec == "exact" else source.codec
             raise ConfigError(
                 f"distillation.pinned_bytes={budget}: teacher {source.name} takes at least {least} bytes of each rank "
-                f"in {config.trainer.dtype}; raise it, or spread the model over more ranks (trainer.parallel)"
+                f"in {kept}; raise it, or spread the model over more ranks (trainer.parallel)"
             )
 
 

@@ -54,10 +54,18 @@ class TeacherSource:
         return ", ".join([self.fingerprint, *base, *((self.codec,) if self.codec != "exact" else ())])
 
     def least_bytes(self, config: TrainerConfig) -> int:
-        """What a rank holds of it at least; the exact size is known once the ranks have cut it."""
+        """What a rank computes with, at least; the exact size is known once the ranks have cut it."""
+        return self._least_elements(config) * (2 if config.dtype == "bfloat16" else 4)
+
+    def least_stored_bytes(self, config: TrainerConfig) -> int:
+        """What a rank's part takes on disk and in pinned memory, at least."""
+        if self.base is not None:
+            return 0  # it may be equal to its base
+        return self._least_elements(config) if self.codec == "fp8" else self.least_bytes(config)
+
+    def _least_elements(self, config: TrainerConfig) -> int:
         parallel = config.parallel
-        ranks = parallel.pipeline * max(parallel.tensor, parallel.expert * parallel.expert_tensor)
-        return self.parameters * (2 if config.dtype == "bfloat16" else 4) // ranks
+        return self.parameters // (parallel.pipeline * max(parallel.tensor, parallel.expert * parallel.expert_tensor))
 
 
 def resolve(name: str, path: Path, key: str | None = None) -> TeacherSource:

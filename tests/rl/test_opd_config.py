@@ -213,6 +213,13 @@ def test_each_teachers_prompts_are_evaluated_apart(model_dir, tmp_path):
         assert len(prompts) == 5
 
 
+def test_pinned_memory_for_half_of_a_teacher_is_enough_in_fp8(capsys, model_dir, tmp_path):
+    overrides = ["+stage=opd", "task=sorting", f"run_dir={tmp_path / 'r'}", f"+teachers.sorting.source={model_dir}"]
+    overrides.append(f"distillation.pinned_bytes={2 * resolve('sorting', model_dir).parameters}")  # of fp32
+    assert "takes at least" in refuse(capsys, *overrides[2:])
+    check_run(check(compose_config([*overrides, "distillation.codec=fp8"])))
+
+
 def test_a_teacher_that_is_the_base_of_others_is_kept_whole_whatever_the_codec_of_the_rest(model_dir, tmp_path):
     overrides = ["+stage=opd", "task=[sorting,calculator]", f"run_dir={tmp_path / 'r'}", "distillation.codec=fp8"]
     overrides += [f"+teachers.{name}.source={model_dir}" for name in ("sorting", "calculator")]

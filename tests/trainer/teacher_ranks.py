@@ -4,6 +4,7 @@ python -m tests.trainer.teacher_ranks RANK PORTS MODELS_DIR OUTPUT_DIR
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,6 +42,16 @@ def go_through(worker, models, store):
     return found
 
 
+def measure_fp8(worker, models, store):
+    """The metrics of two updates with a teacher in fp8; the first finds out what that does."""
+    worker.load_model(models / "student")
+    source = replace(resolve("ann", models / "ann"), codec="fp8")
+    worker.load_teachers(TeacherSetup([source], str(store), hbm_bytes=2**24, pinned_bytes=2**24))
+    trajectories = make_trajectories(temperature=0.7)
+    algorithm, teaching = opd.build(opd.Config()), Teaching([{"ann": 1.0}] * len(trajectories))
+    return [worker.update(trajectories, 0, algorithm, (), teaching).metrics for _ in range(2)]
+
+
 def capture_taught(worker, trajectories, algorithm, teaching):
     """``capture_update`` with teachers."""
     update = worker.update
@@ -62,6 +73,7 @@ def main(rank, ports, models, output):
         )
         worker = TrainerWorker(config, rank, 2, "127.0.0.1", port)
         found = go_through(worker, models, output / "store")
+        found["fp8"] = measure_fp8(worker, models, output / "fp8")
         if rank == 0:
             torch.save(found, output / f"{name}.pt")
         worker.close()

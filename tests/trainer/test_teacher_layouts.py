@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from rl.fresh_model import FreshModel, create_model
+from rl.teachers.fidelity import LogprobError
 from rl.teachers.sources import resolve
 from rl.teachers.teaching import TeacherSetup
 from teachers.store import TeacherStore
@@ -51,6 +52,23 @@ def test_every_part_is_in_the_store_once(ranks, output):
     shards = {entry.shard for entry in TeacherStore(output / "store").list() if entry.teacher == "ann"}
     assert {shard.split(".")[0] for shard in shards} == {"tp0of1", "tp0of2", "tp1of2"}
     assert len(shards) == 2 + 2 + 1  # tensor ranks, pipeline ranks, and the whole model for data and context ranks
+
+
+def test_ranks_measure_fp8_together_once_for_each_layout(ranks, output):
+    store = TeacherStore(output / "fp8")
+    assert store.names() == ("ann",)  # the exact weights are gone
+    notes = {entry.shard: LogprobError.noted(entry.meta) for entry in store.list()}
+    assert len(notes) == 2 + 2 + 1
+    for name, found in ranks.items():
+        for metrics in found["fp8"]:
+            error = {kind: metrics[f"teacher/ann/fp8_error_{kind}"].value() for kind in ("mean", "p99", "max")}
+            assert 0 < error["mean"] < error["p99"] <= error["max"] < 1, name
+            assert error["max"] in {note.max for note in notes.values()}
+    cut = {note for shard, note in notes.items() if shard.startswith(("tp0of2", "tp1of2"))}
+    assert len(cut) == 1  # both ranks noted the same
+    # A pipeline cuts no matrix, so that its parts have the scales of the whole.
+    others = [note.mean for shard, note in notes.items() if shard.startswith("tp0of1")]
+    assert others == pytest.approx([others[0]] * 3, rel=1e-3)
 
 
 def contents(store, name, shards):
