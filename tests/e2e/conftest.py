@@ -124,7 +124,7 @@ def start(folder: Path, *overrides: str, stage: str = "agent_rl") -> Run:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> Run:
     """A whole small run, from fresh weights to the summary."""
-    run = start(tmp_path_factory.mktemp("e2e") / "main")
+    run = start(tmp_path_factory.mktemp("e2e") / "main", "+algorithm.rollout_top_k=4")
     assert run.wait() == 0, run.text()[-3000:]
     return run
 

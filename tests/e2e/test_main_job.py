@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -67,6 +68,24 @@ def test_trajectories_are_recorded_and_the_ledger_has_each_prompt_once(finished)
     fates = read_fates(finished.folder / "ledger.jsonl")
     assert all(len(fate) == 1 for fate in fates.values())
     assert {(r.task, r.epoch, r.prompt_id) for r, fate in fates.items() if fate == ["trained"]} == seen
+
+
+def test_the_engines_likeliest_tokens_are_recorded_at_the_sampled_ones_and_logged(finished):
+    for row in (row for row in finished.rows() if row["phase"] == "rl"):
+        path = finished.folder / "trajectories" / f"step_{row['step']:06d}.npz"
+        trajectories, *_ = load_trajectories(path)
+        ids, top, token_ids, logprobs = (
+            np.concatenate([getattr(t, name)[t.action_mask] for t in trajectories])
+            for name in ("top_ids", "top_logprobs", "token_ids", "rollout_logprobs")
+        )
+        assert ids.shape == (len(token_ids), 4)
+        assert (np.diff(top) <= 0).all()
+        place = ids == token_ids[:, None]
+        assert place.any(-1).mean() > 0.5
+        np.testing.assert_allclose(top[place], logprobs[place.any(-1)], atol=1e-5)
+        assert (logprobs[~place.any(-1)] <= top[~place.any(-1), -1] + 1e-5).all()
+        assert row["rollout/top_k_mass"] == pytest.approx(np.exp(top).sum(-1).mean(), rel=1e-4)
+        assert row["rollout/outside_share"] == pytest.approx(1 - place.any(-1).mean(), abs=0.01)
 
 
 def test_the_final_model_is_a_hugging_face_directory_that_differs_from_the_sft_one(finished):
