@@ -54,7 +54,8 @@ class DisaggregationConfig(Settings):
     """InfiniBand devices (``mlx5_0,mlx5_1``); null lets the transfer backend look."""
     share_gpus: bool = False
     """Prefill server i and decode server i on the same GPUs, to try the wiring on few; ``memory_fraction`` of the two
-    must then leave room for each other."""
+    must then leave room for each other. They start together, and each takes its share of what it finds free: set
+    ``max_total_tokens`` of both, so that neither finds too little."""
 
     def of(self, role: Role) -> RoleConfig:
         return self.prefill if role == "prefill" else self.decode

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -72,13 +72,27 @@ async def generate_apart(
             if prefilled.finish_reason is FinishReason.ABORT:
                 return prefilled
         generation = await decoding
-        if generation.finish_reason is not FinishReason.ABORT:
+        if generation.finish_reason is not FinishReason.ABORT or generation.routed_experts is not None:
             await asyncio.wait({prefilling}, timeout=PREFILL_ANSWER_S)
-        return generation
+        answered = prefilling.done() and prefilling.exception() is None
+        return join_experts(prefilling.result() if answered else None, generation)
     finally:
         for task in (prefilling, decoding):
             task.cancel()
         await asyncio.gather(prefilling, decoding, return_exceptions=True)
+
+
+def join_experts(prefilled: Generation | None, generation: Generation) -> Generation:
+    """Routed experts of the prompt are known to the prefill server alone: in the decode server's answer their rows hold
+    whatever was in that memory. Without the prefill server's answer there are none."""
+    if generation.routed_experts is None:
+        return generation
+    if prefilled is None or prefilled.routed_experts is None:
+        return replace(generation, routed_experts=None)
+    rows = min(len(prefilled.routed_experts), len(generation.routed_experts))
+    experts = generation.routed_experts.copy()
+    experts[:rows] = prefilled.routed_experts[:rows]
+    return replace(generation, routed_experts=experts)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from rollout.engine.config import EngineConfig
+from rollout.engine.disaggregation import DisaggregationConfig
 from rollout.engine.launch import command, environment
 
 
@@ -53,6 +54,17 @@ def test_cuda_command_gives_each_server_its_gpus():
     assert (flags["tp-size"], flags["base-gpu-id"], flags["mem-fraction-static"]) == ("2", "2", "0.8")
     assert "attention-backend" not in flags
     assert "OMP_NUM_THREADS" not in environment(config)
+
+
+def test_halves_of_a_pair_send_their_kv_cache_from_the_address_they_are_reached_at():
+    config = EngineConfig(context_length=128, disaggregation=DisaggregationConfig(transfer_backend="mooncake_tcp"))
+    assert environment(config, "10.1.2.3")["SGLANG_HOST_IP"] == "10.1.2.3"
+    assert "SGLANG_HOST_IP" not in environment(EngineConfig(context_length=128), "10.1.2.3")
+    prefill, decode = (options(config, index=index) for index in (0, 1))
+    assert prefill["disaggregation-transfer-backend"] == decode["disaggregation-transfer-backend"] == "mooncake_tcp"
+    retracted = "disaggregation-decode-retraction-backup"  # by default in memory that CUDA pins
+    assert retracted not in prefill
+    assert decode[retracted] == "cpu_tensor"
 
 
 def test_cpu_environment():

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,10 @@ from rollout.engine.fleet import EngineFleet
 from rollout.engine.pd import ROOMS, generate_apart, pairs, rendezvous
 from rollout.engine.protocol import EngineError, EngineLost, FinishReason, Generation, Sampling
 from rollout.engine.recovery import RecoveryConfig
+from rollout.engine.sglang import SGLangEngine
 from rollout.processes import ProcessError, ProcessRegistry, free_port
 from tests.engine.conftest import CONTEXT_LENGTH
+from tests.trainer.models import MODELS, save_model
 
 FAKE = Path(__file__).with_name("fake_server.py")
 GREEDY = Sampling(temperature=0.0, max_new_tokens=24)
@@ -87,6 +89,17 @@ def test_a_half_that_fails_ends_the_other(fails_first):
     halves = (fails, waits) if fails_first else (waits, fails)
     with pytest.raises(EngineLost, match="gone"):
         asyncio.run(asyncio.wait_for(generate_apart(*halves), 10))
+
+
+def test_the_experts_of_the_prompt_are_the_prefill_servers():
+    def routed(experts: list[int]) -> Generation:
+        return replace(generation(5, 6), routed_experts=np.array(experts, np.int32).reshape(-1, 1, 1))
+
+    prefilled, decoded = routed([1, 2, 3]), routed([90, 91, 92, 4, 5])
+    answer = asyncio.run(generate_apart(after(0.02, prefilled), after(0.0, decoded)))
+    assert answer.routed_experts.ravel().tolist() == [1, 2, 3, 4, 5]
+    lost = asyncio.run(generate_apart(after(0.02, EngineLost("gone")), after(0.0, decoded)))
+    assert lost.routed_experts is None
 
 
 def test_what_is_missing_is_said_before_anything_starts(tmp_path, monkeypatch):
@@ -193,6 +206,7 @@ class Pair:
 
     fleet: EngineFleet
     loop: asyncio.AbstractEventLoop
+    model_dir: Path
     requests: int = 0
 
     def run(self, work: Coroutine[Any, Any, Any], seconds: float = 240.0) -> Any:
@@ -202,15 +216,25 @@ class Pair:
         self.requests += 1
         return await self.fleet.generate(prompt, sampling, f"r{self.requests}", session or f"s{self.requests}")
 
+    async def load(self, engine: SGLangEngine) -> None:
+        """What a server that was started again gets (``CurrentWeights``)."""
+        await engine.update_weights_from_disk(str(self.model_dir), self.fleet.weight_version)
+
     async def until_all_serve(self) -> None:
         while self.fleet.lost:  # noqa: ASYNC110  # nothing tells us
             await asyncio.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
-def pair(models, tmp_path_factory):
+def over_tcp():
+    """How a real pair is wired."""
     if (problem := transfer_problem("mooncake_tcp")) is not None:
         pytest.skip(problem)
+    return DisaggregationConfig(transfer_backend="mooncake_tcp", bootstrap_port=free_port())
+
+
+@pytest.fixture(scope="module")
+def pair(models, over_tcp, tmp_path_factory):
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -218,11 +242,12 @@ def pair(models, tmp_path_factory):
         context_length=CONTEXT_LENGTH,
         max_running_requests=16,
         max_total_tokens=8192,
-        disaggregation=DisaggregationConfig(transfer_backend="mooncake_tcp", bootstrap_port=free_port()),
+        disaggregation=over_tcp,
         recovery=RecoveryConfig(backoff_s=0.1),
     )
     with ProcessRegistry() as registry:
-        made = Pair(EngineFleet(config, registry, tmp_path_factory.mktemp("pair"), print), loop)
+        fleet = EngineFleet(config, registry, tmp_path_factory.mktemp("pair"), print)
+        made = fleet.current = Pair(fleet, loop, models[0].directory)
         made.run(made.fleet.start(models[0].directory), config.start_timeout_s)
         yield made
         made.run(made.fleet.stop())
@@ -284,6 +309,7 @@ def test_published_weights_reach_both_and_no_reply_is_of_two_versions(pair, serv
     prompts = [[2, 50 + index, 51] for index in range(6)]
 
     async def run() -> tuple[list[Generation], list[Generation]]:
+        await asyncio.gather(*(engine.abilities() for engine in pair.fleet.engines))  # seconds, once
         replies = [asyncio.create_task(pair.generate(prompt, LONG)) for prompt in prompts]
         await asyncio.sleep(0.5)
         async with pair.fleet.publication() as publication:
@@ -339,3 +365,37 @@ def test_a_killed_half_comes_back_and_the_pair_goes_on(pair, models, victim):
             agree(models[0], prompt, outcome)
     agree(models[0], [2, 70, 71], later)
     assert waited < pair.fleet.config.start_timeout_s
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_experts_of_a_pair_are_those_of_one_server(over_tcp, tmp_path):
+    """Also where the second turn's prompt is cached on the prefill server."""
+    save_model("qwen3_moe", tmp_path / "model")
+    shape = MODELS["qwen3_moe"][1]
+    both = over_tcp.model_copy(update={"bootstrap_port": free_port()})
+
+    async def play(registry: ProcessRegistry, roles: DisaggregationConfig | None) -> list[Generation]:
+        config = EngineConfig(
+            context_length=CONTEXT_LENGTH, max_total_tokens=4096, routed_experts=True, disaggregation=roles
+        )
+        sizes = (shape.num_hidden_layers, shape.num_experts_per_tok)
+        fleet = EngineFleet(config, registry, tmp_path / str(roles is None), print, experts_shape=sizes)
+        await fleet.start(tmp_path / "model")
+        try:
+            prompt = [2, *range(30, 60)]
+            first = await fleet.generate(prompt, replace(GREEDY, routed_experts_from=0), "first", "s")
+            later = [*prompt, *first.token_ids.tolist(), 20, 21]
+            return [first, await fleet.generate(later, replace(GREEDY, routed_experts_from=5), "later", "s")]
+        finally:
+            await fleet.stop()
+
+    with ProcessRegistry() as registry:
+
+        async def run() -> list[list[Generation]]:
+            return await asyncio.gather(play(registry, both), play(registry, None))
+
+        apart, together = asyncio.run(run())
+    for pair, single in zip(apart, together, strict=True):
+        assert pair.token_ids.tolist() == single.token_ids.tolist()
+        np.testing.assert_array_equal(pair.routed_experts, single.routed_experts)
