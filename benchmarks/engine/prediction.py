@@ -107,7 +107,7 @@ def compare(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if not (settings and probes and len(plain) >= 2 and sparse):
         raise ValueError("the run needs a setting, a probe, two points without HiSparse and one with it")
     setting = settings[-1]
-    machine = machine_of(setting, probes[-1] | (timed[-1] if timed else {}), plain)
+    machine = machine_of(setting, {**probes[-1], **(timed[-1] if timed else {})}, plain)
     found = []
     for point in points:
         locality = seen_locality(point)
