@@ -11,8 +11,8 @@ What becomes of the requests in flight (``in_flight``):
 
     exact      Retracted: after the resume they are prefilled again by the new weights and go on. Loading drops the
                prefixes cached by the old weights. Every token is sampled by the weights its version says. A server that
-               cannot (SGLang 0.5.16; with HiSparse) has them aborted; the gateway sends each again with what it had as
-               prefix, which is as exact.
+               cannot (SGLang 0.5.16; with HiSparse; where it only prefills or only decodes) has them aborted; the
+               gateway sends each again with what it had as prefix, which is as exact.
     in_place   They keep their KV cache, and the cached prefixes stay: new weights on old keys and values. Nothing is
                prefilled again, and log-probs are those of no single version. Aborted, too, where a server cannot tell
                the version of each token.
