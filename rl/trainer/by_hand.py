@@ -55,18 +55,19 @@ class Rotation(torch.autograd.Function):
         sin: Float32[Tensor, "tokens dim"],
     ) -> Float32[Tensor, "tokens heads dim"]:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1.0)
+        return turned(x, cos[:, None], sin[:, None], 1.0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(gradient, cos, sin, -1.0), None, None
+        return turned(gradient, cos[:, None], sin[:, None], -1.0), None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """``x`` rotated by the angle times ``sign``."""
     half = x.size(-1) // 2
-    turned = x * cos[:, None]
-    sin = sin[:, None, :half]
-    turned[..., :half].addcmul_(x[..., half:], sin, value=-sign)
-    turned[..., half:].addcmul_(x[..., :half], sin, value=sign)
-    return turned
+    result = x * cos
+    sin = sin[..., :half]
+    result[..., :half].addcmul_(x[..., half:], sin, value=-sign)
+    result[..., half:].addcmul_(x[..., :half], sin, value=sign)
+    return result

@@ -24,6 +24,7 @@ from jaxtyping import Float, Float32, Int32
 from torch import Tensor
 
 from rl.trainer import by_hand, platform
+from rl.trainer.by_hand_layer import AfterAttention, BeforeAttention
 from rl.trainer.compiled import compiled, vary_rows
 from rl.trainer.flash import flash_attention
 from rl.trainer.layer_graph import LayerGraphs
@@ -78,6 +79,23 @@ def _after_attention(
     x = x + F.linear(attended, weights.projection)
     gate, up = F.linear(rms_norm(x, weights.mlp_norm, eps), weights.first).chunk(2, dim=-1)
     return x + F.linear(F.silu(gate) * up, weights.second)
+
+
+def _before_by_hand(
+    x: Tensor, weights: Weights, cos: Tensor, sin: Tensor, groups: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    parameters = (weights.norm, weights.qkv, weights.query_norm, weights.key_norm)
+    return BeforeAttention.apply(x, *parameters, cos, sin, groups, eps, _buffers(parameters))
+
+
+def _after_by_hand(x: Tensor, attended: Tensor, weights: Weights, eps: float) -> Tensor:
+    parameters = (weights.projection, weights.mlp_norm, weights.first, weights.second)
+    return AfterAttention.apply(x, attended, *parameters, eps, _buffers(parameters))
+
+
+def _buffers(parameters: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    """Megatron's, of the gradients; None for a parameter without."""
+    return tuple(parameter.main_grad if hasattr(parameter, "main_grad") else None for parameter in parameters)
 
 
 def _whole_layers(
@@ -151,12 +169,15 @@ class DenseLayer(TransformerLayer):
         vary_rows(hidden_states, cos, sin)
         shape = (config.num_query_groups, config.layernorm_epsilon)
         weights = self.weights()
-        query, key, value = _fused_before_attention(hidden_states, weights, cos, sin, *shape)
+        before, after = _fused_before_attention, _fused_after_attention
+        if by_hand.applies_to(hidden_states):
+            before, after = _before_by_hand, _after_by_hand
+        query, key, value = before(hidden_states, weights, cos, sin, *shape)
         attended = attention.core_attention(
             query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), None, packed_seq_params=packed_seq_params
         )
         vary_rows(attended)
-        return _fused_after_attention(hidden_states, attended, weights, config.layernorm_epsilon), None
+        return after(hidden_states, attended, weights, config.layernorm_epsilon), None
 
     def _run(
         self,
