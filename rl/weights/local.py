@@ -33,7 +33,7 @@ class LocalSender:
         return dict([self._rank.memory_id()])
 
     async def memory_handles(self) -> dict[str, str]:
-        return dict([self._rank.memory_handle()])
+        return dict([await asyncio.to_thread(self._rank.memory_handle)])
 
     async def rewind_weights(self) -> None:
         self._rank.rewind()
@@ -42,7 +42,7 @@ class LocalSender:
         await asyncio.to_thread(self._rank.fill)
 
     async def bucket_handles(self) -> dict[str, str]:
-        return dict([self._rank.handle()])
+        return dict([await asyncio.to_thread(self._rank.handle)])
 
     async def group_endpoint(self) -> tuple[str, int]:
         return "127.0.0.1", free_port()

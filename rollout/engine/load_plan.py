@@ -161,6 +161,7 @@ def _plan(
     plan = Plan(copies, [owner for address in written for owner in owners[address]], recorder.after)
     if memory.device.type == "cuda" and copies:
         plan.batched = _batching_is_faster(plan.bind(memory))
+        torch.cuda.empty_cache()  # what the checks took: a trainer may share the device
     return plan
 
 
@@ -295,19 +296,43 @@ def join(copies: Sequence[Copy]) -> list[Copy]:
         NoPlanError: two copies write different things to the same place, so that their order matters.
     """
     different = {(Piece.of(copy.target), copy.source): copy for copy in copies if copy.target.numel()}
-    ordered = sorted(different.values(), key=lambda copy: copy.target.data_ptr())
-    joined: list[Copy] = []
+    groups: list[list[Copy]] = []
     reach = 0
-    for copy in ordered:
-        if copy.target.data_ptr() < reach:
-            raise NoPlanError("two copies may write to the same place")
-        reach = _end(copy.target.data_ptr(), copy.target)
-        both = _joined(joined[-1], copy) if joined else None
+    for copy in sorted(different.values(), key=lambda copy: copy.target.data_ptr()):
+        if copy.target.data_ptr() >= reach:
+            groups.append([])
+        groups[-1].append(copy)
+        reach = max(reach, _end(copy.target.data_ptr(), copy.target))
+    joined: list[Copy] = []
+    for group in groups:
+        both = _joined(joined[-1], group[0]) if joined and len(group) == 1 else None
         if both is None:
-            joined.append(copy)
+            _check_apart(group)
+            joined += group
         else:
             joined[-1] = both
     return joined
+
+
+def _check_apart(group: Sequence[Copy]) -> None:
+    """Copies whose targets lie in the same stretch of memory may still write to different places, as columns do.
+
+    Raises:
+        NoPlanError: they do not.
+    """
+    if len(group) == 1:
+        return
+    pieces = [Piece.of(copy.target) for copy in group]
+    begin, end = pieces[0].begin, max(_end(piece.begin, piece) for piece in pieces)
+    size = pieces[0].dtype.itemsize
+    written = torch.zeros((end - begin) // size, dtype=torch.uint8, device=group[0].target.device)
+    for piece in pieces:
+        place, rest = divmod(piece.begin - begin, size)
+        if piece.dtype.itemsize != size or rest:
+            raise NoPlanError("two copies may write to the same place")
+        written.as_strided(piece.shape, piece.stride, place).add_(1)
+    if int(written.max()) > 1:
+        raise NoPlanError("two copies write to the same place")
 
 
 def _end(begin: int, tensor: Tensor | Piece) -> int:

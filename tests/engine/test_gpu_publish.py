@@ -197,7 +197,7 @@ def test_memory_is_given_away_and_taken_back(fleet, models):
 
 
 def test_patches_reach_the_engine(fleet, models, tmp_path):
-    port = free_port()
+    port, work = free_port(), tempfile.TemporaryDirectory(dir="/dev/shm")
     command = [sys.executable, "-m", "rl.weights.receiver", "--model", str(models[0].directory)]
     command += ["--version", "1000", "--copies", f"/dev/shm/copies-{port}", "--port", str(port)]
     receiver = subprocess.Popen(command, stdout=(tmp_path / "receiver.log").open("w"), stderr=subprocess.STDOUT)
@@ -208,7 +208,7 @@ def test_patches_reach_the_engine(fleet, models, tmp_path):
                 Held(new, models[new % 2].directory),
                 Held(base, models[base % 2].directory),
                 {engine.url: f"http://127.0.0.1:{port}"},
-                tmp_path,
+                Path(work.name),
                 timeout_s=120,
             )
             await publish([engine], transport, new, SIZE.shapes)
@@ -228,6 +228,7 @@ def test_patches_reach_the_engine(fleet, models, tmp_path):
     finally:
         receiver.terminate()
         receiver.wait(30)
+        work.cleanup()
 
 
 def test_a_server_that_was_started_anew_opens_the_memory_again(fleet, models):

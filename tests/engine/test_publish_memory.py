@@ -76,8 +76,8 @@ def test_the_bits_are_those_of_the_ordinary_way(server, settings):
     assert expected[0] != expected[1]
     assert [answer.checksums for answer in found] == expected * 2
     assert last == expected[1]
-    assert [answer.how for answer in found] == ["loader, recorded", "plan", "plan", "plan"]
     assert found[0].why == ""
+    assert [answer.how for answer in found] == ["loader, recorded", "plan", "plan", "plan"]
 
 
 def test_a_server_that_forgot_is_told_again(server):
@@ -105,6 +105,7 @@ def test_another_layout_is_recorded_anew(server):
     async def run():
         async with server.engine() as engine:
             version = await engine.weight_version()
+            await bits(engine)  # it knows no layout but that of nothing
             found = []
             for step, turned in enumerate([False, True, True], 1):
                 found.append((await Trainer(server, turned=turned).publish(engine, version + 2 * step))[1])
@@ -146,7 +147,9 @@ def test_the_memory_of_a_dead_trainer_is_refused_and_the_server_lives(server):
         async with server.engine() as engine:
             version = await engine.weight_version()
             fallback = Fallback(server.disk(version), version)
-            with pytest.raises(PublishError, match=f"could not copy the weights.*back at version {version}") as failure:
+            with pytest.raises(
+                PublishError, match=f"(?s)could not copy the weights.*back at version {version}"
+            ) as failure:
                 await Trainer(server, sender).publish(engine, version + 1, fallback=fallback)
             generation = await engine.generate(PROMPT, Sampling(1.0, 16), "after-death")
             done, _ = await Trainer(server).publish(engine, version + 1)

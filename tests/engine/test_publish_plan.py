@@ -196,6 +196,37 @@ def test_the_same_copy_twice_is_one():
     assert checksums(model) == loaded(weights)
 
 
+class Columns(Fused):
+    """Pads ``out`` by columns, between which the values lie."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Parameter(torch.full((8, 11), 7.0))
+
+    def load_one(self, name, tensor):
+        if name == "out":
+            self.out.data.narrow(1, 8, 3).zero_()
+            self.out.data.narrow(1, 0, 8).copy_(tensor)
+        else:
+            super().load_one(name, tensor)
+
+
+def test_columns_that_lie_between_one_another_are_apart():
+    placed, memory = layout()
+    weights, model = named(placed, memory), Columns()
+    plan = load_and_plan(model, weights, memory)
+    randomize(weights)
+    plan.bind(memory).run()
+    assert checksums(model) == loaded(weights, Columns)
+
+
+class Overlaps(Columns):
+    def load_one(self, name, tensor):
+        super().load_one(name, tensor)
+        if name == "out":
+            self.out.data.narrow(1, 7, 2).zero_()
+
+
 class Overwrites(Fused):
     def load_one(self, name, tensor):
         super().load_one(name, tensor)
@@ -225,6 +256,7 @@ class Elsewhere(Fused):
         (Threads, "no copy of .* was seen"),
         (Replaces, "computes something"),
         (Overwrites, "same place"),
+        (Overlaps, "same place"),
         (Adds, "aten.add_.Tensor changes"),
         (Elsewhere, "not the model's"),
         (Crooked, "not the model's"),
