@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,7 @@ from rollout.prompts import PromptRef
 from rollout.trajectory import Trajectory
 from tasks.protocol import Prompt
 
+SAY_EVERY_S = 15.0
 CONCURRENT_SCORES = 64
 """Requests in flight at one server."""
 
@@ -45,7 +49,7 @@ async def start_teachers(
     )
     if teaching.sources:
         say(f"teachers: {len(teaching.sources)} in {store}; what it lacks of them is imported first")
-    if line := await trainer.load_teachers(setup):
+    if line := await load_teachers(trainer, setup, say):
         say(line)
     timeouts = Timeouts(config.engine.request_timeout_s, config.engine.control_timeout_s)
     engines = {}
@@ -61,6 +65,30 @@ async def start_teachers(
             raise ConfigError(str(error)) from error
     prompts = {name: task.prompts("train") for name, task in plan.tasks.items()}
     return Teachers(teaching.routing, prompts, engines)
+
+
+async def load_teachers(
+    trainer: TrainerGroup, setup: TeacherSetup, say: Callable[[str], None], every_s: float = SAY_EVERY_S
+) -> str:
+    """``TrainerGroup.load_teachers``, and meanwhile what this machine has written of an import that takes its time."""
+    packs = Path(setup.store) / "packs"
+    before, started = _bytes_in(packs), time.monotonic()
+    loading = asyncio.ensure_future(trainer.load_teachers(setup))
+    try:
+        while not (await asyncio.wait([loading], timeout=every_s))[0]:
+            written = (_bytes_in(packs) - before) / 1e9
+            say(f"teachers: imported for {time.monotonic() - started:.0f} s, {written:.2f} GB written on this machine")
+        return loading.result()
+    finally:
+        loading.cancel()
+
+
+def _bytes_in(packs: Path) -> int:
+    total = 0
+    for path in packs.glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # renamed since it was listed
+            total += path.stat().st_size
+    return total
 
 
 class Teachers:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from algorithms.metrics import Mean, Metric, Sum
@@ -97,6 +98,8 @@ class TeacherScorer:
         key = repr(architecture(hf))
         if key not in self._built or (streams and not self._built[key].streams):
             self._built[key] = TeacherModel(hf, self._config, streams)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # it was built with weights, which it does not keep
         return self._built[key]
 
     def _find_references(self) -> None:

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from rl.teachers.config import TeacherConfig
-from rl.teachers.driver import Teachers
+from rl.teachers.driver import Teachers, load_teachers
 from rl.teachers.routing import Routing
+from rl.teachers.teaching import TeacherSetup
 from rollout.engine.protocol import EngineError
 from rollout.prompts import PromptRef
 from tasks.protocol import Prompt
+from teachers.errors import ImportFailedError
 from tests.trainer.common import make_trajectory
 
 
@@ -58,3 +60,48 @@ def test_a_server_that_does_not_score_ends_the_step_with_its_error():
 
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:1"):
         asyncio.run(make(Broken()).teaching([make_trajectory(6, group=1)]))
+
+
+def test_an_import_that_takes_its_time_says_how_far_it_is(tmp_path):
+    said, heard = [], asyncio.Event()
+
+    def say(line):
+        said.append(line)
+        heard.set()
+
+    class Slow:
+        async def load_teachers(self, setup):
+            (tmp_path / "packs").mkdir()
+            (tmp_path / "packs" / "x.partial").write_bytes(bytes(20_000_000))
+            await heard.wait()
+            return "done"
+
+    assert asyncio.run(load_teachers(Slow(), TeacherSetup([], str(tmp_path), 1, 1), say, 0.05)) == "done"
+    assert said[0].endswith("0.02 GB written on this machine")
+
+
+def test_an_import_that_fails_or_is_interrupted_ends_at_once(tmp_path):
+    class Full:
+        async def load_teachers(self, setup):
+            raise ImportFailedError("teacher ann: no space left")
+
+    class Endless:
+        cancelled = False
+
+        async def load_teachers(self, setup):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled = True
+
+    setup = TeacherSetup([], str(tmp_path), 1, 1)
+    with pytest.raises(ImportFailedError, match="teacher ann"):
+        asyncio.run(load_teachers(Full(), setup, print))
+
+    async def interrupted(trainer):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(load_teachers(trainer, setup, print), 0.1)
+        await asyncio.sleep(0)
+        assert trainer.cancelled
+
+    asyncio.run(interrupted(Endless()))
