@@ -17,6 +17,7 @@ from rollout.engine.sglang_weights import Abilities, PauseMode
 NEW = Abilities("0.5.23", sessions=True, hisparse=False, memory_saver=False, tensor_parallel=1)
 OLDER = Abilities("0.5.16", sessions=False, hisparse=False, memory_saver=False, tensor_parallel=1)
 HISPARSE = Abilities("0.5.23", sessions=True, hisparse=True, memory_saver=False, tensor_parallel=1)
+HALF = Abilities("0.5.23", sessions=True, hisparse=False, memory_saver=False, tensor_parallel=1, disaggregated=True)
 SHAPES = {"a": (4,), "b": (2, 2)}
 
 
@@ -114,6 +115,8 @@ def test_both_are_updated_between_pause_and_resume():
         (OLDER, "exact", PauseMode.ABORT, True),
         (OLDER, "in_place", PauseMode.ABORT, False),
         (HISPARSE, "exact", PauseMode.ABORT, True),
+        (HALF, "exact", PauseMode.ABORT, True),
+        (HALF, "in_place", PauseMode.IN_PLACE, False),
     ],
 )
 def test_requests_in_flight_by_what_the_server_can(able, in_flight, mode, flushed):
