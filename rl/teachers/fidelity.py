@@ -64,8 +64,8 @@ class LogprobError:
 
 
 def reference(source: TeacherSource) -> TeacherSource:
-    """The same weights, exact."""
-    return replace(source, name=source.name + _SUFFIX, codec="exact")
+    """The same weights, exact; without a base, which it would need memory beside."""
+    return replace(source, name=source.name + _SUFFIX, codec="exact", base=None)
 
 
 def is_reference(name: str) -> bool:

@@ -101,6 +101,20 @@ def test_pinned_memory_that_does_not_hold_a_difference_beside_its_base_is_refuse
         worker.load_teachers(TeacherSetup(found, str(tmp_path / "store"), BUDGET, int(1.1 * size)))
 
 
+def test_measuring_needs_no_more_memory_than_teaching(worker, family, tmp_path):
+    """Of a teacher with a base, in fp8 where no difference is kept: the exact one would not fit beside the base."""
+    create_model(tmp_path / "other", FreshModel(layers=4, kv_heads=2, initializer_range=0.1), seed=9)
+    shutil.copy(family / "base" / "tokenizer.json", tmp_path / "other")
+    (teacher,) = resolve_all(
+        {"other": TeacherConfig(source=tmp_path / "other")},
+        DistillationConfig(base=str(family / "base"), codec="fp8"),
+    )
+    size = teacher.parameters * 4
+    worker.load_teachers(TeacherSetup([teacher], str(tmp_path / "store"), BUDGET, int(1.7 * size)))
+    _, metrics = scored(worker, make_trajectories(), "other")
+    assert metrics["teacher/other/fp8_error_max"].value() > 0
+
+
 @pytest.mark.parametrize("hbm_bytes", [BUDGET, 1_200_000], ids=["whole", "streamed"])
 def test_fp8_is_measured_once_on_the_runs_own_tokens(worker, family, tmp_path, hbm_bytes):
     found = sources(family, ("ann", "bob"), ann={"codec": "fp8"})
