@@ -40,6 +40,13 @@ class Model:
         chosen = torch.log_softmax(logits, -1).gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
         return np.concatenate([[0.0], chosen.numpy()])
 
+    @torch.no_grad()
+    def likeliest(self, token_ids: list[int], count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and log-probs of the likeliest tokens at each position; nothing at position 0."""
+        top = torch.log_softmax(self.hf(torch.tensor([token_ids])).logits[0, :-1], -1).topk(count, -1)
+        nothing = np.zeros((1, count))
+        return np.concatenate([nothing, top.indices.numpy()]), np.concatenate([nothing, top.values.numpy()])
+
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> tuple[Model, Model]:

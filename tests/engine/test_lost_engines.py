@@ -14,6 +14,7 @@ from rollout.chat import ChatRenderer
 from rollout.engine.config import EngineConfig
 from rollout.engine.fleet import EngineFleet
 from rollout.engine.recovery import Phase, RecoveryConfig
+from rollout.engine.router_settings import SGLangRouterConfig
 from rollout.gateway import Gateway
 from rollout.processes import ProcessRegistry
 from rollout.session import RolloutKey
@@ -22,6 +23,7 @@ from tests.engine.conftest import CONTEXT_LENGTH, until
 
 EPISODES = 6
 REPLY = 90
+TOP = 3
 RECOVERY = RecoveryConfig(heartbeat_interval_s=1.0, heartbeat_timeout_s=15.0, backoff_s=0.5)
 
 
@@ -53,19 +55,23 @@ async def play(gateway, name):
 async def lose_during_episodes(fleet, gateway, how):
     """Play episodes, and hit a server while it generates; returns their records and which server it was."""
     episodes = [asyncio.create_task(play(gateway, f"{how.name.lower()[3:]} {i}")) for i in range(EPISODES)]
-    target = fleet.engines[0]
-    name = next(name for name, process in fleet.processes.items() if process.url == target.url)
+    busy = []
 
-    async def busy():
-        return (await target.metrics()).running > 0
+    async def any_busy():
+        busy.extend([name for name, metrics in (await fleet.metrics()).items() if metrics.running > 0])
+        return bool(busy)
 
-    await until(busy, 60)
+    await until(any_busy, 60)
+    name = busy[0]
     os.kill(fleet.processes[name].pid, how)
     return await asyncio.gather(*episodes), name
 
 
 @pytest.mark.timeout(900)
-def test_kill_9_and_a_hang_during_episodes(models, tmp_path):
+@pytest.mark.parametrize(
+    "router", [None, pytest.param(SGLangRouterConfig(policy="manual"), marks=pytest.mark.slow)], ids=["own", "sglang"]
+)
+def test_kill_9_and_a_hang_during_episodes(models, tmp_path, router):
     async def run(registry):
         config = EngineConfig(
             context_length=CONTEXT_LENGTH,
@@ -74,11 +80,12 @@ def test_kill_9_and_a_hang_during_episodes(models, tmp_path):
             metrics=True,
             recovery=RECOVERY,
             start_timeout_s=300,
+            sglang_router=router,
         )
         fleet = EngineFleet(config, registry, tmp_path, print)
         await fleet.start(models[0].directory)
         tokenizer = AutoTokenizer.from_pretrained(models[0].directory)
-        gateway = Gateway(fleet, ChatRenderer(tokenizer), CONTEXT_LENGTH, "policy")
+        gateway = Gateway(fleet, ChatRenderer(tokenizer), CONTEXT_LENGTH, "policy", top_logprobs=TOP)
         await gateway.start("127.0.0.1", 0)
         records = []
         try:
@@ -117,3 +124,6 @@ def test_kill_9_and_a_hang_during_episodes(models, tmp_path):
         assert set(trajectory.weight_versions[acted]) == {1}
         computed = models[1].logprobs(trajectory.token_ids.tolist())
         np.testing.assert_allclose(trajectory.rollout_logprobs[acted], computed[acted], atol=1e-4)
+        ids, logprobs = models[1].likeliest(trajectory.token_ids.tolist(), TOP)
+        np.testing.assert_allclose(trajectory.top_logprobs[acted], logprobs[acted], atol=1e-4)
+        assert (trajectory.top_ids[acted] == ids[acted]).mean() > 0.99  # two may be equally likely
