@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,16 +112,18 @@ class SGLangEngine(SGLangWeights):
             return dataclasses.replace(loads, kv_host_used_share=host_used_share(samples), raw={**loads.raw, **samples})
 
 
-async def receive(events: AsyncIterator[Mapping[str, Any]], stream: GenerationStream) -> Generation:
-    """The generation that is sent in these events, the first of which is asked for now.
+async def receive(events: AsyncGenerator[Mapping[str, Any], None], stream: GenerationStream) -> Generation:
+    """The generation that is sent in these events, the first of which is asked for now. Also where an event can't be
+    read, the connection is let go of at once.
 
     Raises:
-        EngineLost: the connection broke; with what had come by then.
+        EngineLost: the connection broke, or the KV cache was lost between two servers; with what had come by then.
     """
     sent = time.monotonic()
     try:
-        async for event in events:
-            stream.add(event, time.monotonic() - sent)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                stream.add(event, time.monotonic() - sent)
         return stream.finish()
     except EngineLost as error:
         raise EngineLost(str(error), stream.partial) from error

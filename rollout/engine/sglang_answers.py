@@ -14,7 +14,20 @@ import numpy as np
 from jaxtyping import Int32
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollout.engine.protocol import CachedTokens, EngineMetrics, FinishReason, Generation, Latency, TopLogprobs
+from rollout.engine.protocol import (
+    CachedTokens,
+    EngineLost,
+    EngineMetrics,
+    FinishReason,
+    Generation,
+    Latency,
+    TopLogprobs,
+)
+
+TRANSFER_ERROR = "KVTransferError"
+"""Names, in what a prefill or decode server says, that a KV cache did not get from the one to the other."""
+ABORTED_BETWEEN = "Aborted by AbortReq."
+"""So ends such an error where the request was aborted while it was between the two: an abort like others."""
 
 STREAM_INTERVAL = 32
 """Tokens an event, after the first token's: a server that dies costs a reply at most so many tokens less one."""
@@ -45,6 +58,7 @@ class GenerationStream:
         """Take an event that came ``seconds`` after the request was sent.
 
         Raises:
+            EngineLost: its KV cache was lost on the way from the prefill to the decode server.
             ValueError: also where SGLang refused the request, or aborted it for a reason of its own.
         """
         if "error" in event:
@@ -52,7 +66,11 @@ class GenerationStream:
         meta = event["meta_info"]
         reason = meta["finish_reason"] or {}
         if reason.get("type") == "abort" and reason.get("status_code") is not None:
-            raise ValueError(f"aborted by the server: {reason.get('message')}")
+            message = str(reason.get("message"))
+            if TRANSFER_ERROR not in message:
+                raise ValueError(f"aborted by the server: {message}")
+            if ABORTED_BETWEEN not in message:
+                raise EngineLost(message)
         entries = meta.get("output_token_logprobs") or []
         top = meta.get("output_top_logprobs") or []
         if reason.get("type") == "abort" and "prompt_tokens" not in meta:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -86,8 +86,8 @@ class Connection:
 
     async def _events(
         self, path: str, body: Mapping[str, Any], timeout_s: float, headers: Mapping[str, str] | None = None
-    ) -> AsyncIterator[Mapping[str, Any]]:
-        """The answer's server-sent events, up to ``[DONE]``.
+    ) -> AsyncGenerator[Mapping[str, Any], None]:
+        """The answer's server-sent events, up to ``[DONE]``; whoever stops before it closes the generator.
 
         Raises:
             EngineLost: also where the stream ends without it.

@@ -1,11 +1,13 @@
 """One generation put together from SGLang's events. The shapes are those that 0.5.23 was seen to send."""
 
+import asyncio
 import base64
 
 import numpy as np
 import pytest
 
-from rollout.engine.protocol import FinishReason
+from rollout.engine.protocol import EngineLost, FinishReason
+from rollout.engine.sglang import receive
 from rollout.engine.sglang_answers import GenerationStream, parse_prometheus
 
 
@@ -136,3 +138,44 @@ python_info 1.0
         "time_to_first_token_seconds_sum": 0.5,
         "time_to_first_token_seconds_count": 4.0,
     }
+
+
+def test_an_event_that_cannot_be_read_closes_the_connection_at_once():
+    closed = []
+
+    async def events():
+        try:
+            yield event([1], 1)
+            yield {"error": {"message": "too long"}}
+            yield event([2], 2)
+        finally:
+            closed.append(True)
+
+    async def run():
+        with pytest.raises(ValueError, match="refused: too long"):
+            await receive(events(), GenerationStream(4))
+        return list(closed)
+
+    assert asyncio.run(run()) == [True]
+
+
+def failed_transfer(message):
+    """As SGLang ends a request whose KV cache did not get from the prefill to the decode server."""
+    ended = event([], 0, "abort")
+    ended["meta_info"]["finish_reason"] |= {"message": message, "status_code": 500}
+    return ended
+
+
+def test_a_request_that_is_aborted_between_two_servers_is_aborted_like_others():
+    message = "Decode transfer failed with exception KVTransferError(bootstrap_room=7): Aborted by AbortReq."
+    generation = play(failed_transfer(message)).finish()
+    assert generation.finish_reason is FinishReason.ABORT
+    assert len(generation.token_ids) == 0
+
+
+def test_a_kv_cache_that_is_lost_between_two_servers_is_a_lost_reply():
+    message = (
+        "Decode transfer failed with exception KVTransferError(bootstrap_room=7): Lost connection with prefill instance"
+    )
+    with pytest.raises(EngineLost, match="Lost connection with prefill"):
+        play(failed_transfer(message))

@@ -300,8 +300,9 @@ def test_an_aborted_reply_returns_what_it_had_and_leaves_both_servers_idle(pair,
 
 
 def test_published_weights_reach_both_and_no_reply_is_of_two_versions(pair, server, models):
-    """A prefill server can't take back what it has computed of a prompt, so replies in flight are aborted."""
-    prompts = [[2, 50 + index, 51] for index in range(6)]
+    """A prefill server can't take back what it has computed of a prompt, so replies in flight are aborted: those that
+    are decoded, and those that wait for a place on the one server or the other, or are between the two."""
+    prompts = [[2, 30 + index, 51] for index in range(48)]
 
     async def run() -> tuple[list[Generation], list[Generation]]:
         await asyncio.gather(*(engine.abilities() for engine in pair.fleet.engines))  # seconds, once
@@ -319,6 +320,7 @@ def test_published_weights_reach_both_and_no_reply_is_of_two_versions(pair, serv
         return before, after
 
     before, after = pair.run(run())
+    assert {len(old.token_ids) > 0 for old in before} == {True, False}
     for prompt, old, new in zip(prompts, before, after, strict=True):
         assert old.finish_reason is FinishReason.ABORT
         assert set(old.weight_versions.tolist()) <= {0}
