@@ -119,9 +119,10 @@ class Bench:
             for i in range(self.requests)
         ]
         try:
-            running, begin = 0, time.monotonic()
-            while running < self.requests * 0.9 and time.monotonic() < begin + ADMISSION_S:
+            running, over, begin = 0, 0, time.monotonic()
+            while running + over < self.requests * 0.9 and time.monotonic() < begin + ADMISSION_S:
                 running = (await self.engine.metrics()).running
+                over = sum(task.done() for task in tasks)
                 await asyncio.sleep(0.05)
             done = await self.publish(make)
             steps = phases(self.spans, None, done)
@@ -134,6 +135,7 @@ class Bench:
         failures = [str(task.exception()) for task in ended if task.exception() is not None]
         return {
             "running": running,
+            "over_before": over,
             "mode": mode,
             "pause_seconds": round(done.seconds, 4),
             "load_seconds": round(done.load_seconds, 4),
