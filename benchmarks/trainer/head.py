@@ -15,6 +15,44 @@ from rl.trainer.token_logprobs import TokenLogprobs
 CHUNKS = {"cuda": (1024, 2048, 4096), "cpu": (256,)}
 
 
+class _Sides:
+    """Inputs, and the three ways from them to gradients."""
+
+    def __init__(self, tokens: int, hidden_size: int, vocab: int, dtype: torch.dtype, device: str) -> None:
+        torch.manual_seed(0)
+        self.hidden = torch.randn(tokens, hidden_size, dtype=dtype, device=device, requires_grad=True)
+        weight = torch.randn(vocab, hidden_size, device=device) * 2 / hidden_size**0.5
+        self.weight = weight.to(dtype).requires_grad_()
+        self.targets = torch.randint(0, vocab, (tokens,), device=device)
+        self.upstream = torch.randn(tokens, device=device)
+        self.buffer = torch.zeros(vocab, hidden_size, device=device)
+        """Of fp32, to which ours adds the weights' gradient."""
+
+    def clear(self) -> None:
+        self.hidden.grad = self.weight.grad = None
+
+    def naive(self) -> tuple[Tensor, Tensor]:
+        self.clear()
+        logprobs = F.linear(self.hidden, self.weight).float().log_softmax(-1)
+        with torch.no_grad():
+            entropy = -(logprobs.exp() * logprobs).sum(-1)
+        chosen = logprobs.gather(1, self.targets[:, None]).squeeze(1)
+        del logprobs
+        chosen.backward(self.upstream)
+        return chosen.detach(), entropy
+
+    def ours(self, chunk: int, alone: bool = False) -> tuple[Tensor, Tensor]:
+        self.clear()
+        ones, buffer = torch.ones_like(self.upstream), None if alone else self.buffer
+        chosen, entropy = TokenLogprobs.apply(self.hidden, self.weight, self.targets, ones, 0, chunk, None, buffer)
+        chosen.backward(self.upstream)
+        return chosen.detach(), entropy
+
+    def bare(self, gradient: Tensor) -> None:
+        self.clear()
+        F.linear(self.hidden, self.weight).backward(gradient)
+
+
 def head_section(tokens: int, hidden_size: int, vocab: int, dtype: torch.dtype, device: str) -> dict[str, Any]:
     """Time and memory of forward and backward: log-probs and entropies of ``tokens`` tokens, gradients of both inputs.
 
@@ -23,77 +61,57 @@ def head_section(tokens: int, hidden_size: int, vocab: int, dtype: torch.dtype, 
     from ``log_softmax`` of the fp32 logits; ``bare`` is the product with the weights alone, forward and backward, from
     a given gradient of its output.
     """
-    torch.manual_seed(0)
-    hidden = torch.randn(tokens, hidden_size, dtype=dtype, device=device, requires_grad=True)
-    weight = (torch.randn(vocab, hidden_size, device=device) * 2 / hidden_size**0.5).to(dtype).requires_grad_()
-    targets = torch.randint(0, vocab, (tokens,), device=device)
-    upstream = torch.randn(tokens, device=device)
-
-    def clear() -> None:
-        hidden.grad = weight.grad = None
-
-    def naive() -> tuple[Tensor, Tensor]:
-        clear()
-        logprobs = F.linear(hidden, weight).float().log_softmax(-1)
-        with torch.no_grad():
-            entropy = -(logprobs.exp() * logprobs).sum(-1)
-        chosen = logprobs.gather(1, targets[:, None]).squeeze(1)
-        del logprobs
-        chosen.backward(upstream)
-        return chosen.detach(), entropy
-
-    buffer = torch.zeros(vocab, hidden_size, device=device)
-
-    def ours(chunk: int, gradient: Tensor | None = buffer) -> tuple[Tensor, Tensor]:
-        clear()
-        ones = torch.ones_like(upstream)
-        chosen, entropy = TokenLogprobs.apply(hidden, weight, targets, ones, 0, chunk, None, gradient)
-        chosen.backward(upstream)
-        return chosen.detach(), entropy
-
-    def bare(gradient: Tensor) -> None:
-        clear()
-        F.linear(hidden, weight).backward(gradient)
-
+    sides = _Sides(tokens, hidden_size, vocab, dtype, device)
     result: dict[str, Any] = {"tokens": tokens, "hidden": hidden_size, "vocab": vocab, "dtype": str(dtype)}
-    expected, expected_entropy = naive()
-    gradients = [x.grad.clone() for x in (hidden, weight)]
-    result["naive_seconds"] = median_seconds(naive, 5)
-    clear()
+    logprobs, entropy = sides.naive()
+    expected = {"logprobs": logprobs, "entropy": entropy}
+    gradients = {
+        "hidden_gradient": _copied(sides.hidden.grad),
+        "weight_gradient": _copied(sides.weight.grad),
+    }
+    result["naive_seconds"] = median_seconds(sides.naive, 5)
+    sides.clear()
     if device == "cuda":  # the resident size of a process says too little of so short a life
-        result["naive_peak_bytes"] = peak_bytes(naive)
+        result["naive_peak_bytes"] = peak_bytes(sides.naive)
     gradient = torch.full((tokens, vocab), 1e-3, dtype=dtype, device=device)
-    result["bare_seconds"] = median_seconds(lambda: bare(gradient), 5)
+    result["bare_seconds"] = median_seconds(lambda: sides.bare(gradient), 5)
     del gradient
     result["chunks"] = {}
     for chunk in CHUNKS[device]:
-        buffer.zero_()
-        found, entropy = ours(chunk)
-        errors = {
-            "logprobs": float((found - expected).abs().max()),
-            "entropy": float((entropy - expected_entropy).abs().max()),
-            "hidden_gradient": _relative(hidden.grad, gradients[0]),
-            "weight_gradient": _relative(buffer, gradients[1]),
-        }
-        time = median_seconds(lambda chunk=chunk: ours(chunk), 5)
-        clear()
         part = result["chunks"][str(chunk)] = {
-            "seconds": time,
-            "seconds_over_bare": time / result["bare_seconds"],
-            "differences_from_naive": errors,
+            "differences_from_naive": _differences(sides, chunk, expected, gradients)
         }
+        part["seconds"] = median_seconds(lambda chunk=chunk: sides.ours(chunk), 5)
+        part["seconds_over_bare"] = part["seconds"] / result["bare_seconds"]
+        sides.clear()
         if device == "cuda":
-            part["peak_bytes"] = peak_bytes(lambda chunk=chunk: ours(chunk))
-            part["peak_over_naive"] = part["peak_bytes"] / result["naive_peak_bytes"]
-            part["alone_seconds"] = median_seconds(lambda chunk=chunk: ours(chunk, None), 5)
-            clear()
-            alone = peak_bytes(lambda chunk=chunk: ours(chunk, None))
-            part["alone_peak_over_naive"] = alone / result["naive_peak_bytes"]
-    clear()
+            part |= _memory(sides, chunk, result["naive_peak_bytes"])
+    sides.clear()
     settle()
     if device == "cuda":
-        result["pieces_seconds"] = _pieces(hidden.detach(), weight.detach(), targets)
+        result["pieces_seconds"] = _pieces(sides.hidden.detach(), sides.weight.detach(), sides.targets)
     return result
+
+
+def _differences(
+    sides: _Sides, chunk: int, expected: dict[str, Tensor], gradients: dict[str, Tensor]
+) -> dict[str, float]:
+    """Largest ones of the outputs, relative ones of the gradients."""
+    sides.buffer.zero_()
+    found = dict(zip(expected, sides.ours(chunk), strict=True))
+    differences = {name: float((found[name] - tensor).abs().max()) for name, tensor in expected.items()}
+    ours = zip(gradients.items(), (sides.hidden.grad, sides.buffer), strict=True)
+    return differences | {name: _relative(gradient, tensor) for (name, tensor), gradient in ours}
+
+
+def _memory(sides: _Sides, chunk: int, naive: int) -> dict[str, float]:
+    """Peaks on CUDA, with the buffer and alone, and the time alone."""
+    found: dict[str, float] = {"peak_bytes": peak_bytes(lambda: sides.ours(chunk))}
+    found["peak_over_naive"] = found["peak_bytes"] / naive
+    found["alone_seconds"] = median_seconds(lambda: sides.ours(chunk, alone=True), 5)
+    sides.clear()
+    found["alone_peak_over_naive"] = peak_bytes(lambda: sides.ours(chunk, alone=True)) / naive
+    return found
 
 
 def _pieces(hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, float]:
@@ -115,6 +133,11 @@ def _pieces(hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, float]
         "weight gradient, rounded": lambda: total.to(weight.dtype),
     }
     return {name: median_seconds(action, 10) for name, action in actions.items()}
+
+
+def _copied(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient.clone()
 
 
 def _relative(found: Tensor | None, expected: Tensor) -> float:
