@@ -60,7 +60,7 @@ async def start_serving(
         ProcessError, EngineError, TaskServerError: something did not come up; the message names it and its log.
     """
     shape = _experts_shape(model_dir) if config.engine.routed_experts else (0, 0)
-    _check_top_logprobs(model_dir, top_logprobs)
+    check_top_logprobs(model_dir, top_logprobs)
     launcher = RayLauncher(config.engine, logs) if config.engine.placement == "ray" else None
     fleet = EngineFleet(config.engine, registry, logs, on_progress=say, launcher=launcher, experts_shape=shape)
     stack.push_async_callback(fleet.stop)
@@ -106,7 +106,7 @@ def _experts_shape(model_dir: Path) -> tuple[int, int]:
     return int(layers), int(top_k)
 
 
-def _check_top_logprobs(model_dir: Path, count: int) -> None:
+def check_top_logprobs(model_dir: Path, count: int) -> None:
     """Raises:
     ConfigError: the model has fewer tokens."""
     if not count:

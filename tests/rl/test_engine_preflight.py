@@ -6,9 +6,10 @@ import pytest
 
 from rl.commands.exits import EXIT_BAD_CONFIG
 from rl.commands.train import main
-from rl.config import FreshModel
+from rl.config import ConfigError, FreshModel
 from rl.fresh_model import create_model
-from rollout.engine import arguments
+from rl.serving import check_top_logprobs
+from rollout.engine import arguments, router_settings
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +50,16 @@ def test_a_model_whose_sizes_are_not_known_is_left_to_sglang(capsys, model_dir, 
     said = refused(capsys, "model=hf", *where, "engine.context_length=512", "resume=/none")
     assert "resume: /none does not exist" in said  # the next check
     assert "layer_types has sliding_attention" in caplog.text
+
+
+def test_the_router_is_not_installed(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(router_settings, "PACKAGE", "no_such_package")
+    said = refused(capsys, "+engine.sglang_router.policy=cache_aware", f"run_dir={tmp_path}")
+    assert "engine.sglang_router needs the package no_such_package: pip install sglang-router" in said
+
+
+def test_more_likeliest_tokens_than_there_are(model_dir):
+    vocabulary = json.loads((model_dir / "config.json").read_text())["vocab_size"]
+    check_top_logprobs(model_dir, vocabulary)
+    with pytest.raises(ConfigError, match=f"rollout_top_k={vocabulary + 1}, but the vocabulary of .* has {vocabulary}"):
+        check_top_logprobs(model_dir, vocabulary + 1)
