@@ -26,6 +26,7 @@ CHANGES = {
         "num_attention_heads": 4,
         "head_dim": 64,
         "num_experts": 16,
+        "num_local_experts": 16,  # what transformers 5.19 calls them in a file
         "num_experts_per_tok": 4,
     },
 }
@@ -129,6 +130,7 @@ def agreement(worker, trajectories, monkeypatch):
 def check(worker, model_dir, trajectories, monkeypatch, share, gap):
     shape = AutoConfig.from_pretrained(model_dir)
     rows = (shape.num_hidden_layers, shape.num_experts_per_tok)
+    assert shape.num_experts > shape.num_experts_per_tok  # else there is nothing to choose
     assert all(t.routed_experts.shape == (len(t), *rows) for t in trajectories)
     assert all((t.routed_experts[:-1] >= 0).all() and (t.routed_experts[-1] == -1).all() for t in trajectories)
     worker.load_model(model_dir)
