@@ -19,6 +19,7 @@ from rl.run_folder import RunFolder
 from rl.teachers.checks import TeachingPlan, check_teachers
 from rl.trainer.manifest import CheckpointError, read_manifest
 from rl.trainer.result import COMPUTED_NEEDS, RECORDED_NEEDS
+from rl.trainer.stages import stage_problem
 from rollout.engine import fit, router_settings
 from rollout.engine.arguments import ArgumentsError, check_extra_args
 from rollout.engine.model_shape import ModelShapeError, read_model_shape
@@ -87,6 +88,7 @@ def check_run(config: RunConfig) -> Plan:
     algorithm = _algorithm(config)
     if config.model.checkpoint is not None:
         check_model_dir(config.model.checkpoint, "model.checkpoint")
+    _stages(config)
     _engine(config)
     _needs(config, algorithm)
     teaching = check_teachers(config, algorithm, tasks)
@@ -132,6 +134,28 @@ def _algorithm(config: RunConfig) -> Algorithm:
         return algorithms.build(name, config.algorithm)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _stages(config: RunConfig) -> None:
+    parallel = config.trainer.parallel
+    if parallel.stages == 1:
+        return
+    if config.model.checkpoint is None:
+        layers, indexers = config.model.fresh.layers if config.model.fresh else 1, None
+    else:
+        from transformers import AutoConfig  # seconds, which a model that is not cut into stages needn't wait for
+
+        try:
+            model = AutoConfig.from_pretrained(config.model.checkpoint, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.checkpoint: {config.model.checkpoint}: {error}") from error
+        layers = model.num_hidden_layers
+        indexers = model.indexer_types if hasattr(model, "indexer_types") else None
+    problem = stage_problem(layers, indexers, parallel.stages)
+    if problem is not None:
+        raise ConfigError(
+            f"trainer.parallel.pipeline={parallel.pipeline} · virtual_pipeline={parallel.virtual_pipeline}: {problem}"
+        )
 
 
 def _engine(config: RunConfig) -> None:

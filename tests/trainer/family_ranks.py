@@ -20,13 +20,14 @@ CASES = {
     "expert and context": ("qwen3_moe", ParallelConfig(context=2, expert=2)),
     "pipeline": ("glm4_moe", ParallelConfig(pipeline=2)),
     "interleaved": ("glm4_moe", ParallelConfig(pipeline=2, virtual_pipeline=2)),
+    "interleaved, softmax": ("qwen3_moe", ParallelConfig(pipeline=2, virtual_pipeline=2)),
     "latent, expert and sequence": ("glm_moe_dsa", ParallelConfig(tensor=2, sequence_parallel=True, expert=2)),
     "latent and context": ("glm_moe_dsa", ParallelConfig(context=2)),
     "latent and pipeline": ("glm_moe_dsa", ParallelConfig(pipeline=2)),
     "latent and interleaved": ("glm_moe_dsa_pairs", ParallelConfig(pipeline=2, virtual_pipeline=2)),
 }
 """Name → model and layout of two ranks."""
-LAYERS = {"qwen3_moe": 2, "glm4_moe": 4, "glm_moe_dsa": 6, "glm_moe_dsa_pairs": 8}
+LAYERS = {"qwen3_moe": 4, "glm4_moe": 4, "glm_moe_dsa": 6, "glm_moe_dsa_pairs": 8}
 TOP_K = 5
 
 

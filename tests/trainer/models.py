@@ -56,7 +56,7 @@ MODELS = {
         Qwen3MoeConfig(
             **COMMON,
             **QUERIES,
-            num_hidden_layers=2,
+            num_hidden_layers=4,
             num_experts=4,
             num_experts_per_tok=2,
             norm_topk_prob=True,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from rl.trainer import platform
 from rl.trainer.config import ParallelConfig
+from rl.trainer.stages import stage_problem
 from rl.trainer.weight_forms import Weight
 
 platform.install()
@@ -53,10 +54,16 @@ class Family(ABC):
         Raises:
             UnsupportedModelError: names the settings and their values.
         """
-        layers = ("num_hidden_layers", hf.num_hidden_layers, parallel.stages)
-        for name, count, by in (layers, *self.divisions(hf, parallel)):
+        problem = stage_problem(hf.num_hidden_layers, self.indexer_types(hf), parallel.stages)
+        if problem is not None:
+            raise UnsupportedModelError(problem)
+        for name, count, by in self.divisions(hf, parallel):
             if count % by:
                 raise UnsupportedModelError(f"{name} {count} is not a multiple of its parallel size {by}")
+
+    def indexer_types(self, hf: PretrainedConfig) -> Sequence[str] | None:
+        """Of each layer's sparse attention, "full" where it has an indexer of its own; None for a family without."""
+        return None
 
     @abstractmethod
     def rotary_dim(self, hf: PretrainedConfig) -> int:

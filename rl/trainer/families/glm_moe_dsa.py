@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from rl.trainer import platform
+from rl.trainer import platform, stages
 from rl.trainer.config import ParallelConfig
 from rl.trainer.families.base import Division, Family, UnsupportedModelError
 from rl.trainer.families.mlp import dense_weights, moe_weights
@@ -23,22 +23,15 @@ from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 
 
 def selecting_layer(hf: PretrainedConfig, layer: int) -> int:
-    """The layer whose indexer selects for this one: the last one up to it that has an indexer. The groups may be of any
-    sizes; GLM-5.2's first ones are smaller than the others.
+    """See ``stages.selecting_layer``.
 
     Raises:
-        UnsupportedModelError: there is none.
+        UnsupportedModelError: no layer up to this one has an indexer.
     """
-    having = [index for index in range(layer + 1) if hf.indexer_types[index] == "full"]
-    if not having:
-        raise UnsupportedModelError(f"indexer_types: layer {layer} shares an indexer, but none comes before it")
-    return having[-1]
-
-
-def _cut_groups(hf: PretrainedConfig, stages: int) -> list[int]:
-    """Layers that begin one of so many stages, but share another one's indexer."""
-    firsts = range(0, hf.num_hidden_layers, hf.num_hidden_layers // stages)
-    return [layer for layer in firsts if selecting_layer(hf, layer) != layer]
+    try:
+        return stages.selecting_layer(hf.indexer_types, layer)
+    except ValueError as error:
+        raise UnsupportedModelError(str(error)) from error
 
 
 class GlmMoeDsa(Family):
@@ -54,6 +47,11 @@ class GlmMoeDsa(Family):
             | {"indexer_rope_interleave = False": not hf.to_dict().get("indexer_rope_interleave", True)}
         )
 
+    def indexer_types(self, hf: PretrainedConfig) -> Sequence[str]:
+        selecting_layer(hf, 0)
+        types: Sequence[str] = hf.indexer_types
+        return types
+
     def options(self, hf: PretrainedConfig) -> dict[str, Any]:
         return sigmoid_router(hf)
 
@@ -61,19 +59,6 @@ class GlmMoeDsa(Family):
         yield "num_attention_heads", hf.num_attention_heads, parallel.tensor
         yield "intermediate_size", hf.intermediate_size, parallel.tensor
         yield from moe_divisions(hf, hf.n_routed_experts, parallel)
-
-    def check_layout(self, hf: PretrainedConfig, parallel: ParallelConfig) -> None:
-        super().check_layout(hf, parallel)
-        cut = _cut_groups(hf, parallel.stages)
-        if cut:
-            # Between stages travels the hidden state alone.
-            count = hf.num_hidden_layers
-            working = [n for n in range(1, count + 1) if count % n == 0 and not _cut_groups(hf, n)]
-            raise UnsupportedModelError(
-                f"layer {cut[0]} begins a pipeline stage, but shares the indexer of layer "
-                f"{selecting_layer(hf, cut[0])}; with {parallel.stages} stages the groups are cut, they are not with "
-                f"pipeline · virtual_pipeline in {working}"
-            )
 
     def rotary_dim(self, hf: PretrainedConfig) -> int:
         return hf.qk_rope_head_dim
