@@ -342,7 +342,7 @@ class Movers:
                 self._demote(name, image)
         started = time.perf_counter()
         try:
-            data = self._allocate(teacher, shard.device_bytes, evicted)
+            data = self.allocate(teacher, shard.device_bytes, evicted)
             moved = self.fill(teacher, shard.names, shard.device_offsets, data, self._lane)
         except TeacherError as error:
             with self.changed:
@@ -358,7 +358,12 @@ class Movers:
             with self.changed:
                 self.release_sources(held)
 
-    def _allocate(self, teacher: str, nbytes: int, evicted: Sequence[tuple[str, Image]]) -> Tensor:
+    def allocate(self, teacher: str, nbytes: int, evicted: Sequence[tuple[str, Image]] = ()) -> Tensor:
+        """Memory of the device that was booked, in the place of images that nobody uses any more.
+
+        Raises:
+            TierFullError: the device has less than the budget.
+        """
         with self.changed:
             for _, image in evicted:
                 self.hbm.recycle(image.data)

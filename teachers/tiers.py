@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from teachers.reader import DirectReader
 from teachers.shard import StoredShard
 from teachers.stats import TierStats
 from teachers.store import TeacherStore
-from teachers.stream import GroupStream
+from teachers.stream import Failed, GroupStream
 
 
 class TierManager:
@@ -114,10 +114,16 @@ class TierManager:
                 movers.changed.notify_all()
 
     @contextlib.contextmanager
-    def layers(self, teacher: str) -> Iterator[Iterator[tuple[str, Mapping[str, Tensor]]]]:
+    def layers(
+        self, teacher: str, failed: Failed | None = None
+    ) -> Iterator[Iterable[tuple[str, Mapping[str, Tensor]]]]:
         """Group after group of a teacher's tensors (``StoredShard.groups``), in stored order, also of one that is
         larger than the tier: its next group is loaded into a second buffer while one is used. A group's views are
-        valid until the next is asked for.
+        valid until the next is asked for. It can be iterated more than once, and what of it fits into pinned memory
+        stays there meanwhile: only of one that does not are files read while it is iterated.
+
+        Args:
+            failed: told of a group that can't be loaded then, in place of an error; it and what follows are NaN.
 
         Raises:
             TierFullError: not even two groups fit.
@@ -127,13 +133,13 @@ class TierManager:
         shard = self.shards[teacher]
         if self._movers.hbm.fits(teacher):
             with self.lease(teacher) as weights:
-                yield ((group.name, {name: weights[name] for name in group.tensors}) for group in shard.groups)
+                yield [(group.name, {name: weights[name] for name in group.tensors}) for group in shard.groups]
             return
-        with self._stream(teacher) as stream:
-            yield iter(stream)
+        with self._stream(teacher, failed) as stream:
+            yield stream
 
     @contextlib.contextmanager
-    def _stream(self, teacher: str) -> Iterator[GroupStream]:
+    def _stream(self, teacher: str, failed: Failed | None) -> Iterator[GroupStream]:
         movers, hbm = self._movers, self._movers.hbm
         with movers.changed:
             movers.wait_for(teacher, lambda: movers.sources_ready(teacher))
@@ -143,13 +149,7 @@ class TierManager:
             except TierFullError:
                 movers.release_sources(held)
                 raise
-        for _, image in evicted:
-            image.wait_unused()
-        with movers.changed:
-            for _, image in evicted:
-                hbm.recycle(image.data)
-            size = hbm.largest_group(self.shards[teacher])
-            buffers = hbm.allocate(size), hbm.allocate(size)
+        buffers: list[Tensor] = []
         lane = Lane(self.device)
 
         def fill(names: Sequence[str], offsets: Mapping[str, int], data: Tensor) -> None:
@@ -159,11 +159,18 @@ class TierManager:
             with movers.changed:
                 movers.stats.waited(teacher, started)
 
-        stream = GroupStream(self.shards[teacher], buffers, fill, waited)
         try:
-            yield stream
+            for _, image in evicted:
+                image.wait_unused()
+            size = hbm.largest_group(self.shards[teacher])
+            buffers.append(movers.allocate(teacher, size, evicted))
+            buffers.append(movers.allocate(teacher, size))
+            stream = GroupStream(self.shards[teacher], buffers, fill, waited, failed)
+            try:
+                yield stream
+            finally:
+                stream.close()
         finally:
-            stream.close()
             with movers.changed:
                 for buffer in buffers:
                     hbm.recycle(buffer)

@@ -32,8 +32,7 @@ from teachers.store import Added, TeacherStore
 platform.install()
 
 # ruff: noqa: E402  (Megatron needs the platform installed first)
-from rl.trainer.convert import rank_state, read_weights
-from rl.trainer.model import build_chunks
+from rl.trainer.convert import read_weights
 from rl.trainer.pieces import weight_pieces
 
 FINGERPRINT = "fingerprint"
@@ -146,20 +145,18 @@ def _tensors(source: TeacherSource, model: TeacherModel) -> Iterator[tuple[str, 
 
 def _checkpoint_tensors(directory: Path, model: TeacherModel) -> Iterator[tuple[str, Tensor]]:
     """The weights of a checkpoint, whatever layout saved it: the optimizer's main weights, rounded to the model's
-    dtype, and what was not trained.
+    dtype, and what was not trained; in host memory.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape.
     """
-    parts = build_chunks(model.hf, model.config)
+    tensors = {name: torch.empty(shape, dtype=model.dtypes[name]) for name, shape in model.shapes.items()}
     reader = dcp.FileSystemReader(directory)
-    planner = PieceLoadPlanner(weight_pieces(parts, reader.read_metadata().state_dict_metadata))
-    try:
-        with torch.no_grad():
+    with torch.no_grad(), model.bound(tensors):
+        planner = PieceLoadPlanner(weight_pieces(model.models, reader.read_metadata().state_dict_metadata))
+        try:
             dcp.load({}, storage_reader=reader, planner=planner, no_dist=True)
-    except CheckpointException as error:
-        _, (cause, _) = next(iter(error.failures.items()))
-        raise CheckpointError(f"{directory} does not fit the model: {cause}") from error
-    for part in parts:
-        for name, tensor in rank_state(part).items():
-            yield f"{part.stage}/{name}", tensor.detach()
+        except CheckpointException as error:
+            _, (cause, _) = next(iter(error.failures.items()))
+            raise CheckpointError(f"{directory} does not fit the model: {cause}") from error
+    yield from tensors.items()

@@ -8,11 +8,10 @@ is bound, in ``streamed``, when its turn comes in the forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -26,8 +25,10 @@ from megatron.core import parallel_state
 
 from rl.trainer.convert import rank_state
 from rl.trainer.model import PolicyModel, build_chunks
+from rl.trainer.unstored import nothing
 
-OpenGroups = Callable[[], AbstractContextManager[Iterator[tuple[str, Mapping[str, Tensor]]]]]
+Groups = Iterable[tuple[str, Mapping[str, Tensor]]]
+"""A teacher's tensors in the order of the forward pass, each group valid until the next; each iteration begins anew."""
 
 
 class _Stage(nn.Module):
@@ -49,12 +50,14 @@ class TeacherModel:
         """
         Args:
             streams: layers stay apart, so that ``streamed`` can bind one at a time.
+
+        It takes no memory for weights, not even while it is built.
         """
         # Graphs would keep the addresses of one teacher's weights; nothing is trained, so nothing is recomputed.
         changes = {"cuda_graphs": False, "recompute": False, "trained": "model"}
         self.config = config.model_copy(update=changes | ({"layers_per_graph": 1} if streams else {}))
         self.hf, self.streams = hf, streams
-        self.models = build_chunks(hf, self.config)
+        self.models = build_chunks(hf, self.config, stored=False)
         self.stages: list[Any] = []
         self._tensors: dict[str, Tensor] = {}
         for model in self.models:
@@ -68,10 +71,9 @@ class TeacherModel:
         self._release()
 
     def _release(self) -> None:
-        """Without weights: of one number each, which is none, so that no result could pass for a teacher's."""
+        """Without weights, so that no result could pass for a teacher's."""
         for name, tensor in self._tensors.items():
-            nothing = torch.full((), torch.nan, dtype=tensor.dtype, device=tensor.device)
-            tensor.data = nothing.expand(self.shapes[name])
+            tensor.data = nothing(self.shapes[name], self.dtypes[name], platform.device())
 
     @property
     def nbytes(self) -> int:
@@ -93,14 +95,10 @@ class TeacherModel:
             self._release()
 
     @contextmanager
-    def streamed(self, open_groups: OpenGroups) -> Iterator[None]:
+    def streamed(self, groups: Groups) -> Iterator[None]:
         """Compute with one group of tensors bound at a time: forward passes call for them, layer after layer, each pass
-        anew.
-
-        Args:
-            open_groups: begins a walk over the groups, in the order of the forward pass; each is valid until the next.
-        """
-        walk = _Walk(self, open_groups)
+        anew."""
+        walk = _Walk(self, groups)
         hooks = []
         for model in self.models:
             for prefix, unit in _units(model):
@@ -134,11 +132,14 @@ class TeacherModel:
 class _Walk:
     """Goes over a teacher's groups as the modules of a forward pass ask for them."""
 
-    def __init__(self, model: TeacherModel, open_groups: OpenGroups) -> None:
-        self._model, self._open = model, open_groups
-        self._stack = ExitStack()
-        self._groups: Iterator[tuple[str, Mapping[str, Tensor]]] = iter(())
+    def __init__(self, model: TeacherModel, groups: Groups) -> None:
+        self._model, self._groups = model, groups
+        self._rest = self._begin()
         self._bound: Mapping[str, Tensor] = {}
+
+    def _begin(self) -> Generator[Mapping[str, Tensor], None, None]:
+        for _, weights in self._groups:
+            yield weights
 
     def before(self, prefix: str) -> Callable[..., None]:
         """A hook that binds the group of the tensors with this prefix."""
@@ -148,14 +149,14 @@ class _Walk:
                 return
             if not self._advance(prefix):  # behind the walk: another pass begins
                 self.close()
-                self._groups = self._stack.enter_context(self._open())
+                self._rest = self._begin()
                 if not self._advance(prefix):
                     raise ValueError(f"no group has the tensors {prefix}*")
 
         return bind
 
     def _advance(self, prefix: str) -> bool:
-        for _, weights in self._groups:
+        for weights in self._rest:
             self._model._release()
             self._bound = weights
             if any(name.startswith(prefix) for name in weights):
@@ -165,8 +166,8 @@ class _Walk:
         return False
 
     def close(self) -> None:
-        self._groups, self._bound = iter(()), {}
-        self._stack.close()
+        self._rest.close()
+        self._bound = {}
 
 
 def _units(model: PolicyModel) -> Iterator[tuple[str, nn.Module]]:

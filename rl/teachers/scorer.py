@@ -13,11 +13,9 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-
-import torch
-from torch import Tensor
+from typing import TypeVar
 
 from algorithms.metrics import Mean, Metric, Sum
 from rl.batch import TrainBatch, build_batch
@@ -41,6 +39,7 @@ from teachers.upkeep import gc
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 LOADS = ("read", "copy")
 """Kinds of the tiers' spans: disk to pinned memory, and from there to the device."""
 STREAMED_PASSES = 4
@@ -98,8 +97,6 @@ class TeacherScorer:
         key = repr(architecture(hf))
         if key not in self._built or (streams and not self._built[key].streams):
             self._built[key] = TeacherModel(hf, self._config, streams)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # it was built with weights, which it does not keep
         return self._built[key]
 
     def _find_references(self) -> None:
@@ -233,15 +230,20 @@ class TeacherScorer:
 
     @contextmanager
     def _weights(self, name: str) -> Iterator[TeacherModel]:
-        """The model with a teacher's weights."""
+        """The model with a teacher's weights. A collective of all ranks: what one of them can't load fails on each,
+        before the passes, or after those in which one that streams had to go on for the others' sake."""
         assert self._tiers is not None
         model = self._models[name]
         with ExitStack() as stack:
-            if name in self._streaming:
-                stack.enter_context(model.streamed(partial(self._tiers.layers, name)))
-            else:
-                stack.enter_context(model.bound(self._leased(name, stack)))
-            yield model
+            if name not in self._streaming:
+                stack.enter_context(model.bound(_leased_by_all(stack, self._tiers.lease(name))))
+                yield model
+                return
+            failures: list[Exception] = []
+            layers = _leased_by_all(stack, self._tiers.layers(name, failures.append))
+            with model.streamed(layers):
+                yield model
+            on_every_rank(partial(_raise_first, failures))
 
     def _passes(self, name: str, model: TeacherModel, batch: TrainBatch, view: View | None, plan: PlanPasses) -> Scores:
         tokens = model.config.max_tokens_per_micro_batch * (STREAMED_PASSES if name in self._streaming else 1)
@@ -280,18 +282,6 @@ class TeacherScorer:
             self._forget(source)
         self._references.clear()
 
-    def _leased(self, teacher: str, stack: ExitStack) -> Mapping[str, Tensor]:
-        """Its weights on this rank, once all ranks have theirs: what one can't load fails on every one."""
-        assert self._tiers is not None
-        tiers = self._tiers
-        weights: dict[str, Tensor] = {}
-
-        def lease() -> None:
-            weights.update(stack.enter_context(tiers.lease(teacher)))
-
-        on_every_rank(lease)
-        return weights
-
     def _tier_metrics(self) -> dict[str, Metric]:
         """What the tiers did since the call before: hits, waits, and each teacher's loads, whenever they ran."""
         if self._tiers is None:
@@ -316,6 +306,18 @@ class TeacherScorer:
         metrics |= {f"teacher/{teacher}/load_s": Sum(seconds) for teacher, seconds in loads.items()}
         self._counters, self._looked_at = counters, time.perf_counter()
         return metrics
+
+
+def _leased_by_all(stack: ExitStack, lease: AbstractContextManager[T]) -> T:
+    """This rank's lease, once all ranks have theirs."""
+    held: list[T] = []
+    on_every_rank(lambda: held.append(stack.enter_context(lease)))
+    return held[0]
+
+
+def _raise_first(failures: Sequence[Exception]) -> None:
+    for failure in failures:
+        raise failure
 
 
 def _check_streams(tiers: TierManager, name: str, hbm_bytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from rl.trainer.families.base import UnsupportedModelError
 from rl.trainer.families.registry import family_of
 from rl.trainer.layers import PackedRotaryEmbedding
 from rl.trainer.specs import block_spec
+from rl.trainer.unstored import UnstoredTensors, place
 
 INDEXER = ".indexer."
 """In the names of the parameters of sparse attention's indexers."""
@@ -201,13 +203,21 @@ class PolicyModel(Trunk):
         return self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
 
 
-def build_chunks(hf: PretrainedConfig, config: TrainerConfig) -> list[PolicyModel]:
-    """This rank's stages of the model, with uninitialised weights, on this process's device."""
-    return [_build_chunk(hf, config, chunk) for chunk in range(config.parallel.virtual_pipeline)]
+def build_chunks(hf: PretrainedConfig, config: TrainerConfig, stored: bool = True) -> list[PolicyModel]:
+    """This rank's stages of the model, with uninitialised weights, on this process's device.
+
+    Args:
+        stored: false for parameters without memory of their own, of NaN (``rl.trainer.unstored``).
+    """
+    return [_build_chunk(hf, config, chunk, stored) for chunk in range(config.parallel.virtual_pipeline)]
 
 
-def _build_chunk(hf: PretrainedConfig, config: TrainerConfig, chunk: int) -> PolicyModel:
-    model = PolicyModel(hf, config, chunk).to(platform.device())
+def _build_chunk(hf: PretrainedConfig, config: TrainerConfig, chunk: int, stored: bool) -> PolicyModel:
+    with nullcontext() if stored else UnstoredTensors():
+        model = PolicyModel(hf, config, chunk)
+    if not stored:
+        place(model, platform.device())
+    model = model.to(platform.device())
     train_only(model, lambda name: (INDEXER in name) == (config.trained != "model"))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UnsupportedModelError(f"trained={config.trained}: the model has no indexer")

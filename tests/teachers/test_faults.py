@@ -7,6 +7,7 @@ import os
 import threading
 
 import pytest
+import torch
 
 from teachers.errors import CorruptTeacherError, MissingTeacherError, StalledReadError, TeacherError, TierFullError
 from teachers.reader import DirectReader
@@ -156,9 +157,40 @@ def test_what_is_too_large_for_its_tier_is_named_with_both_sizes(made):
         pytest.raises(TierFullError, match=r"t0 has \d+ bytes, the tier holds 4096"),
         tiers.layers("t0") as layers,
     ):
-        next(layers)
+        next(iter(layers))
     tiers.close()
     tiers = TierManager(store, SHARD, "cpu", HBM, 8192)
     with pytest.raises(TierFullError, match=r"t0.* has \d+ bytes, the tier holds 8192"):
         lease(tiers, "t0", teachers)
+    tiers.close()
+
+
+@pytest.mark.parametrize("pinned_share", [3.0, 0.5])
+def test_a_layer_that_cannot_be_read_is_told_and_the_stream_goes_on_of_nan(made, pinned_share):
+    store, teachers = made
+    shard = store.open("t0", SHARD)
+    size = shard.device_bytes
+    _, extent = shard.extent_of("decoder.layers.1.mlp.weight")
+    tiers = TierManager(store, SHARD, "cpu", int(0.8 * size), int(pinned_share * size), teachers=["t0"])
+    for _ in range(2):  # what was read into pinned memory before needs no file
+        failures = []
+        with tiers.layers("t0", failures.append) as layers:
+            good = {name: view.clone() for _, views in layers for name, view in views.items()}
+            assert_same(good, teachers["t0"])
+            flip(shard.pack_path(extent), extent.offset + 5)
+            seen = {name: view.clone() for _, views in layers for name, view in views.items()}
+            flip(shard.pack_path(extent), extent.offset + 5)
+        if pinned_share > 1:
+            assert failures == []
+            assert_same(seen, teachers["t0"])
+            continue
+        (failure,) = failures
+        assert isinstance(failure, CorruptTeacherError)
+        assert "t0" in str(failure)
+        assert str(shard.pack_path(extent)) in str(failure)
+        assert seen.keys() == teachers["t0"].keys()
+        assert torch.equal(seen["embedding.weight"], teachers["t0"]["embedding.weight"])
+        for name in ("decoder.layers.1.mlp.weight", "decoder.layers.3.mlp.weight"):
+            assert seen[name].isnan().all(), name
+            assert seen[name].shape == teachers["t0"][name].shape
     tiers.close()

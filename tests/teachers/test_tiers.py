@@ -170,7 +170,7 @@ def test_a_stream_that_is_left_early_gives_its_memory_back(made):
     store, teachers = made
     tiers = TierManager(store, SHARD, "cpu", int(0.8 * size(made)), 3 * size(made), teachers=["t1", "small"])
     with tiers.layers("t1") as layers:
-        next(layers)
+        next(iter(layers))
     with tiers.lease("small") as views:
         assert_same(views, teachers["small"])
     tiers.close()
@@ -240,7 +240,7 @@ def test_offload_is_refused_while_a_teacher_is_leased_or_streams(made):
     tiers.close()
     tiers = TierManager(store, SHARD, "cpu", int(0.8 * size(made)), 3 * size(made), teachers=["t1"])
     with tiers.layers("t1") as layers:
-        next(layers)
+        next(iter(layers))
         with pytest.raises(TierFullError, match="stream of t1"):
             tiers.offload()
     tiers.offload()
