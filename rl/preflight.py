@@ -151,7 +151,10 @@ def _stages(config: RunConfig) -> None:
             raise ConfigError(f"model.checkpoint: {config.model.checkpoint}: {error}") from error
         layers = model.num_hidden_layers
         indexers = model.indexer_types if hasattr(model, "indexer_types") else None
-    problem = stage_problem(layers, indexers, parallel.stages)
+    try:
+        problem = stage_problem(layers, indexers, parallel.stages)
+    except ValueError as error:
+        raise ConfigError(f"model.checkpoint: {config.model.checkpoint}: {error}") from error
     if problem is not None:
         raise ConfigError(
             f"trainer.parallel.pipeline={parallel.pipeline} · virtual_pipeline={parallel.virtual_pipeline}: {problem}"

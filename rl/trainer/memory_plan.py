@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from rl.trainer import platform
 from rl.trainer.config import TrainerConfig
 from rl.trainer.convert import weights_of
 from rl.trainer.families.registry import family_of
@@ -128,9 +129,13 @@ def _buffer(weights: Iterable[Weight], ranks: int, replicas: int, shared: bool) 
     return _up(whole, multiple) + tables
 
 
-def layer_activations(hf: PretrainedConfig) -> tuple[float, float]:
+def layer_activations(hf: PretrainedConfig, by_hand: bool = False) -> tuple[float, float]:
     """Elements that a layer keeps a token: those that every tensor-parallel rank has (unless sequences are split), and
-    those that are spread over them."""
+    those that are spread over them.
+
+    Args:
+        by_hand: the layer is ``rl.trainer.by_hand_layer``'s.
+    """
     heads, hidden = hf.num_attention_heads, hf.hidden_size
     settings = hf.to_dict()
     if settings.get("kv_lora_rank"):
@@ -140,6 +145,8 @@ def layer_activations(hf: PretrainedConfig) -> tuple[float, float]:
         query, latent = heads * hf.head_dim, 0
         key = val = hf.num_key_value_heads * hf.head_dim
     normed = 2 * (query + key) if "qwen3" in hf.model_type else 0
+    if by_hand:  # of a norm the normalised input alone; of the MLP what it opened, and the gate's activation
+        return 2.0 * hidden, query + key + val + normed / 2 + query + 3.0 * hf.intermediate_size
     # Two norms keep their input, the normalised and the scaled one; attention its inputs and its output.
     common = 6.0 * hidden + 3.0 * latent
     split = query + key + val + normed + query + 4.0 * hf.intermediate_size
@@ -154,7 +161,10 @@ def layer_activations(hf: PretrainedConfig) -> tuple[float, float]:
 def _activations(hf: PretrainedConfig, config: TrainerConfig, size: int, stage: int) -> int:
     parallel = config.parallel
     tokens = _up(config.max_tokens_per_micro_batch, parallel.context) // parallel.context
-    common, split = layer_activations(hf)
+    family = family_of(hf)
+    dense = family.plain(hf) and not any(family.moe_layers(hf)) and parallel.tensor == 1
+    by_hand = dense and platform.device().type == "cpu" and config.dtype == "float32"
+    common, split = layer_activations(hf, by_hand)
     common /= parallel.tensor if parallel.sequence_parallel else 1
     layer = tokens * size * (common + split / parallel.tensor)
     layers = hf.num_hidden_layers // parallel.stages

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float32, Int
+from jaxtyping import Bool, Float32, Int, Shaped
 from torch import Tensor
 
 from rl.trainer import platform
@@ -152,12 +153,12 @@ def build_layout(
     starts = rows.cumsum(0) - rows
     total += tail
 
-    offset = torch.arange(len(token_ids)) - torch.repeat_interleave(cu_seqlens[:-1], lengths)
+    offset = torch.arange(len(token_ids)) - _repeated(cu_seqlens[:-1], lengths)
     place = mine = None
     if context == 1:  # the tokens stand where they stood, and this rank has all of them
         positions, locals_ = torch.cat([offset, torch.arange(tail)]), None
     else:
-        place = torch.repeat_interleave(starts[:-1], lengths) + offset
+        place = _repeated(starts[:-1], lengths) + offset
         positions, locals_ = _divide(rows, context)
         mine = locals_[context_rank]
 
@@ -169,7 +170,7 @@ def build_layout(
     predicted = wanted.nonzero().squeeze(1)
     predictors = predicted - 1 if place is None else place[predicted] - 1
     targets, local_scored = token_ids[predicted].long(), predictors
-    temperatures = torch.repeat_interleave(torch.cat([temperature.float(), torch.ones(1)]), rows)
+    temperatures = _repeated(torch.cat([temperature.float(), torch.ones(1)]), rows)
     if mine is not None:
         whole = _placed(targets, predictors, total, -1)[mine]
         local_scored = (whole >= 0).nonzero().squeeze(1)
@@ -223,8 +224,8 @@ def _divide(rows: Int[Tensor, " rows"], context: int) -> tuple[Int[Tensor, " pad
     """The positions of all tokens within their rows, and which tokens each context-parallel rank has."""
     chunks = 2 * context if context > 1 else 1
     starts = rows.cumsum(0) - rows
-    positions = torch.arange(int(rows.sum())) - torch.repeat_interleave(starts, rows)
-    chunk = positions // (torch.repeat_interleave(rows, rows) // chunks)
+    positions = torch.arange(int(rows.sum())) - _repeated(starts, rows)
+    chunk = positions // (_repeated(rows, rows) // chunks)
     owner = torch.minimum(chunk, chunks - 1 - chunk)
     return positions, [(owner == rank).nonzero().squeeze(1) for rank in range(context)]
 
@@ -261,8 +262,10 @@ def _add_buckets(
     buckets, outputs = [], []
     local_rows = rows // context
     for members in _bucket_members(rows):
-        keys, _ = _rows(rows, members)
-        queries, query_tokens = _rows(local_rows, members)
+        keys, query_tokens = _rows(rows, members)
+        queries = keys
+        if context > 1:
+            queries, query_tokens = _rows(local_rows, members)
         mask = None
         if mine is not None:
             query_positions = torch.zeros(queries.rows * queries.length, dtype=torch.long)
@@ -276,6 +279,11 @@ def _add_buckets(
     packing.order = torch.cat(outputs).argsort() if len(buckets) > 1 else None
 
 
+def _repeated(x: Shaped[Tensor, " entries"], counts: Int[Tensor, " entries"]) -> Shaped[Tensor, " repeated"]:
+    """Each entry as often as its count says; ten times faster than PyTorch, which makes an index first."""
+    return torch.from_numpy(np.repeat(x.numpy(), counts.numpy()))
+
+
 def _rows(
     lengths: Int[Tensor, " rows"], members: Int[Tensor, " members"]
 ) -> tuple[Rows, Int[Tensor, " bucket_tokens"]]:
@@ -283,8 +291,8 @@ def _rows(
     starts = lengths.cumsum(0) - lengths
     chosen = lengths[members]
     longest = int(chosen.max())
-    row = torch.repeat_interleave(torch.arange(len(members)), chosen)
-    offset = torch.arange(int(chosen.sum())) - torch.repeat_interleave(chosen.cumsum(0) - chosen, chosen)
+    row = _repeated(torch.arange(len(members)), chosen)
+    offset = torch.arange(int(chosen.sum())) - _repeated(chosen.cumsum(0) - chosen, chosen)
     tokens = starts[members][row] + offset
     full = len(members) == len(lengths)
     dense = bool((chosen == longest).all())

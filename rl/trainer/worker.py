@@ -458,7 +458,8 @@ def _newest_version(trajectories: Sequence[Trajectory]) -> int:
 
 def _finalize_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: Any) -> None:
     """Reduce the gradients over the ranks; without a number of tokens Megatron leaves them undivided."""
-    finalize_model_grads(model, None, **kwargs)
+    if dist.get_world_size() > 1:  # a rank alone has them where they belong, undivided
+        finalize_model_grads(model, None, **kwargs)
 
 
 @dataclasses.dataclass
