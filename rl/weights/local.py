@@ -55,3 +55,7 @@ class LocalSender:
 
     async def close_group(self) -> None:
         await asyncio.to_thread(self._rank.leave)
+
+    async def release(self) -> None:
+        """Give the memory back in which weights are staged."""
+        await asyncio.to_thread(self._rank.release)

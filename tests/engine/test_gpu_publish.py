@@ -40,8 +40,9 @@ pytestmark = [
 SIZE = SIZES["135m"]
 CONTEXT = 2048
 IDS = list(range(10, 74))
-NOISE = 0.15
-"""Largest |Δ log-prob| of one model on two kernels in bfloat16; other weights differ by whole units."""
+NOISE = 0.5
+"""Above the largest |Δ log-prob| of one model on two kernels in bfloat16 (0.27 was seen); other weights differ by more
+than 1, and what is exact is compared by checksums."""
 START_S = 280.0
 """The first start compiles kernels."""
 BUCKET_BYTES = 64 << 20
@@ -91,7 +92,7 @@ class Trainer:
         return gained
 
     async def release_bucket(self):
-        self.sender.release()
+        await self.sender.release()
         torch.cuda.empty_cache()
 
 
