@@ -241,10 +241,12 @@ class TeacherStore:
         return tuple(path.name.removesuffix(".json") for path in sorted(self._folder(name).glob("[!.]*.json")))
 
     def manifests(self) -> Iterator[tuple[Path, Manifest | CorruptTeacherError]]:
-        """All of them, and an error in place of one that is damaged."""
+        """All of them, and an error in place of one that is damaged. Ranks remove theirs at the same time."""
         for path in self._manifest_paths():
             try:
                 yield path, self._read_manifest(path)
+            except MissingTeacherError:
+                continue
             except CorruptTeacherError as error:
                 yield path, error
 

@@ -75,7 +75,7 @@ class TeacherScorer:
         """By teacher, until it is: its exact weights, which are in the store meanwhile."""
         self._tiers: TierManager | None = None
         self._streaming: frozenset[str] = frozenset()
-        """Teachers that are larger than the tier."""
+        """Teachers that are larger than the tier of some rank."""
         self.imported = self._import(with_bases(setup.sources), setup)
         self._find_references()
         try:
@@ -84,7 +84,10 @@ class TeacherScorer:
             log.warning("what fp8 does to log-probs is not measured: %s", error)
             self._forget_references()
         if setup.sources:
-            on_every_rank(lambda: self._open(setup))
+            # One that a single rank has to stream has the same passes on all, layer by layer.
+            self._streaming = frozenset().union(*on_every_rank(lambda: self._open(setup)))
+        for name in sorted(self._streaming):
+            self._models[name] = self._model(self._source(name), streams=True)
 
     def _import(self, sources: Sequence[TeacherSource], setup: TeacherSetup) -> list[str]:
         for source in sources:
@@ -113,7 +116,8 @@ class TeacherScorer:
     def _noted(self, name: str) -> LogprobError | None:
         return LogprobError.noted(self._store.open(name, self._part.shard).meta)
 
-    def _open(self, setup: TeacherSetup) -> None:
+    def _open(self, setup: TeacherSetup) -> frozenset[str]:
+        """Returns the teachers that are larger than this rank's tier."""
         names = [*self._sources, *(source.name for source in self._references.values())]
         shard, device = self._part.shard, platform.device()
         try:
@@ -122,10 +126,10 @@ class TeacherScorer:
             budgets = f"distillation.hbm_bytes={setup.hbm_bytes}, distillation.pinned_bytes={setup.pinned_bytes}"
             raise TierFullError(f"{budgets}: {error}") from error
         self._tiers = tiers
-        self._streaming = frozenset(name for name in names if tiers.streams(name))
-        for name in sorted(self._streaming):
+        streaming = frozenset(name for name in names if tiers.streams(name))
+        for name in sorted(streaming):
             _check_streams(tiers, name, setup.hbm_bytes)
-            self._models[name] = self._model(self._source(name), streams=True)
+        return streaming
 
     def _source(self, name: str) -> TeacherSource:
         return {**self._sources, **{source.name: source for source in self._references.values()}}[name]

@@ -280,3 +280,11 @@ def test_a_read_does_not_wait_for_an_import_that_runs(tmp_path):
 
     store.add("during", SHARD, slow())
     assert store.names() == ("during", "t0")
+
+
+def test_a_manifest_that_another_rank_removes_meanwhile_is_passed_over(tmp_path):
+    store, _ = made_store(tmp_path, 3)
+    walk = store.manifests()
+    found = [next(walk)[1].teacher]
+    TeacherStore(tmp_path).forget("t1", SHARD)
+    assert found + [manifest.teacher for _, manifest in walk] == ["t0", "t2"]

@@ -5,15 +5,19 @@ python -m tests.trainer.teacher_ranks RANK PORTS MODELS_DIR OUTPUT_DIR
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from algorithms import opd
 from rl.teachers.sources import resolve
 from rl.teachers.teaching import TeacherSetup, Teaching
+from rl.trainer.collective import gather_objects
 from rl.trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from rl.trainer.worker import TrainerWorker
+from teachers.store import TeacherStore
 from tests.trainer.common import capture_update, make_trajectories
 
 LAYOUTS = {
@@ -23,6 +27,11 @@ LAYOUTS = {
     "data": ParallelConfig(),
     "context": ParallelConfig(context=2),
 }
+EXPERTS = "experts"
+"""The case of a teacher whose experts are divided among the ranks."""
+DAMAGED = {"damaged, tensor": ParallelConfig(tensor=2), "damaged, pipeline": ParallelConfig(pipeline=2)}
+"""Cases of a teacher that streams, a file of which is damaged on rank 1 alone."""
+CASES = (*LAYOUTS, EXPERTS, *DAMAGED)
 MODES = {"sampled": {}, "full_vocab": {}, "top_k": {"top_k": 5}}
 TEACHERS = ("ann", "bob")
 
@@ -62,8 +71,72 @@ def capture_taught(worker, trajectories, algorithm, teaching):
         del worker.update
 
 
+def import_experts(worker, models, store):
+    source = resolve("moe", models / "moe")
+    worker.load_model(models / "moe")
+    worker.load_teachers(TeacherSetup([source], str(store), hbm_bytes=2**24, pinned_bytes=2**24))
+    trajectories = make_trajectories(temperature=0.7)
+    return worker.update(trajectories, 0, opd.build(opd.Config()), (), Teaching([{"moe": 1.0}] * len(trajectories)))
+
+
+def meet_damage(worker, models, store, rank):
+    """By whether the teacher is read whole before its turn, or layer after layer in it: what every rank raised, whether
+    its weights are what they were, and what the same update says once the file is whole again."""
+    found = {}
+    for whole in (True, False):
+        worker.load_model(models / "student")
+        sources = [resolve(name, models / name) for name in TEACHERS]
+        worker.load_teachers(TeacherSetup(sources, str(store), hbm_bytes=2**24, pinned_bytes=2**24))
+        shard = TeacherStore(store).open("bob", worker._teachers._part.shard)
+        hbm_bytes = 2 * max(shard.place(group.tensors)[1] for group in shard.groups)
+        pinned_bytes = 2**24 if whole else shard.stored_bytes // 2
+        name = max((n for n in shard.names if "layers.1." in n), key=lambda n: shard.tensors[n].nbytes)
+        damaged = (shard.pack_path(shard.extent_of(name)[1]), shard.extent_of(name)[1].offset + 100)
+        # Of all ranks the least, so that each has the same settings.
+        hbm_bytes, pinned_bytes = (min(sizes) for sizes in zip(*gather_objects((hbm_bytes, pinned_bytes)), strict=True))
+        worker.load_teachers(TeacherSetup(sources, str(store), hbm_bytes, pinned_bytes))
+        assert worker._teachers._streaming == set(TEACHERS)
+        if rank == 1:
+            flip(*damaged)
+        dist.barrier()
+        before = [p.detach().clone() for p in worker.loaded.model.parameters()]
+        error = raised_by(partial(taught_by, worker, "bob"))
+        same = all(torch.equal(a, b.detach()) for a, b in zip(before, worker.loaded.model.parameters(), strict=True))
+        taught_by(worker, "ann")
+        if rank == 1:
+            flip(*damaged)
+        dist.barrier()
+        worker.load_model(models / "student")
+        again = taught_by(worker, "bob").metrics["teacher/bob/kl"].value()
+        found[whole] = {"file": gather_objects(damaged[0])[1], "ranks": gather_objects((error, same)), "kl": again}
+    return found
+
+
+def taught_by(worker, name):
+    trajectories = make_trajectories(temperature=0.7)
+    worker.config = worker.config.model_copy(update={"max_tokens_per_micro_batch": 20})  # several passes
+    return worker.update(trajectories, 0, opd.build(opd.Config()), (), Teaching([{name: 1.0}] * len(trajectories)))
+
+
+def raised_by(action):
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001  (the test looks what it is)
+        return error
+    return None
+
+
+def flip(path, at):
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
 def main(rank, ports, models, output):
-    for (name, parallel), port in zip(LAYOUTS.items(), ports, strict=True):
+    cases = {**LAYOUTS, EXPERTS: ParallelConfig(expert=2), **DAMAGED}
+    for (name, parallel), port in zip(cases.items(), ports, strict=True):
         config = TrainerConfig(
             parallel=parallel,
             world_size=2,
@@ -72,8 +145,13 @@ def main(rank, ports, models, output):
             timeout_s=60,
         )
         worker = TrainerWorker(config, rank, 2, "127.0.0.1", port)
-        found = go_through(worker, models, output / "store")
-        found["fp8"] = measure_fp8(worker, models, output / "fp8")
+        if name == EXPERTS:
+            found = import_experts(worker, models, output / "store")
+        elif name in DAMAGED:
+            found = meet_damage(worker, models, output / "damaged", rank)
+        else:
+            found = go_through(worker, models, output / "store")
+            found["fp8"] = measure_fp8(worker, models, output / "fp8")
         if rank == 0:
             torch.save(found, output / f"{name}.pt")
         worker.close()

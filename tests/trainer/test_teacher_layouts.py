@@ -11,10 +11,12 @@ from rl.fresh_model import FreshModel, create_model
 from rl.teachers.fidelity import LogprobError
 from rl.teachers.sources import resolve
 from rl.teachers.teaching import TeacherSetup
+from teachers.errors import CorruptTeacherError
 from teachers.store import TeacherStore
 from tests.trainer.common import assert_close
 from tests.trainer.launched import run_ranks
-from tests.trainer.teacher_ranks import LAYOUTS, MODES, TEACHERS, go_through
+from tests.trainer.models import save_model
+from tests.trainer.teacher_ranks import CASES, DAMAGED, LAYOUTS, MODES, TEACHERS, go_through
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +25,9 @@ def models(model_dir, tmp_path_factory):
     shutil.copytree(model_dir, folder / "student")
     for seed, name in enumerate(TEACHERS, start=1):
         create_model(folder / name, FreshModel(layers=4, kv_heads=2, initializer_range=0.1), seed=seed)
+    save_model("qwen3_moe", folder / "moe")
+    for path in model_dir.glob("*token*"):
+        shutil.copy(path, folder / "moe")
     return folder
 
 
@@ -33,12 +38,12 @@ def output(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(models, output):
-    return run_ranks("tests.trainer.teacher_ranks", LAYOUTS, models, output, timeout_s=240)
+    return run_ranks("tests.trainer.teacher_ranks", CASES, models, output, timeout_s=270)
 
 
 def test_layouts_learn_the_same_from_their_teachers(ranks, models, session_worker, tmp_path):
     single = go_through(session_worker, models, tmp_path / "store")
-    for name, found in ranks.items():
+    for name, found in ((name, ranks[name]) for name in LAYOUTS):
         for mode in MODES:
             (result, gradient), (expected, wanted) = found[mode], single[mode]
             assert result.loss == pytest.approx(expected.loss, rel=2e-5), (name, mode)
@@ -59,7 +64,7 @@ def test_ranks_measure_fp8_together_once_for_each_layout(ranks, output):
     assert store.names() == ("ann",)  # the exact weights are gone
     notes = {entry.shard: LogprobError.noted(entry.meta) for entry in store.list()}
     assert len(notes) == 2 + 2 + 1
-    for name, found in ranks.items():
+    for name, found in ((name, ranks[name]) for name in LAYOUTS):
         for metrics in found["fp8"]:
             error = {kind: metrics[f"teacher/ann/fp8_error_{kind}"].value() for kind in ("mean", "p99", "max")}
             assert 0 < error["mean"] < error["p99"] <= error["max"] < 1, name
@@ -69,6 +74,19 @@ def test_ranks_measure_fp8_together_once_for_each_layout(ranks, output):
     # A pipeline cuts no matrix, so that its parts have the scales of the whole.
     others = [note.mean for shard, note in notes.items() if shard.startswith("tp0of1")]
     assert others == pytest.approx([others[0]] * 3, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+@pytest.mark.parametrize("whole", [True, False], ids=["read before its turn", "read in its turn"])
+def test_a_layer_that_one_rank_cannot_read_fails_on_all_by_name_and_harms_nothing(ranks, name, whole):
+    found = ranks[name][whole]
+    for error, same in found["ranks"]:
+        assert isinstance(error, CorruptTeacherError), repr(error)
+        assert "teacher bob: " in str(error)
+        assert str(found["file"]) in str(error)
+        assert same
+    assert found["kl"] == pytest.approx(ranks[name][not whole]["kl"], rel=1e-6)
+    assert found["kl"] == pytest.approx(ranks[next(iter(DAMAGED))][True]["kl"], rel=1e-5)
 
 
 def contents(store, name, shards):
@@ -95,6 +113,19 @@ def test_the_command_imports_what_the_ranks_of_a_run_do(ranks, models, output, t
     assert mine.shards("ann") == theirs.shards("ann")
     assert contents(mine, "ann", mine.shards("ann")) == contents(theirs, "ann", theirs.shards("ann"))
     assert "there already" in teachers_add("ann", models / "ann", "--store", tmp_path)
+    # A teacher with experts too, of which each rank has half.
+    assert "written" in teachers_add(
+        "moe", models / "moe", "--store", tmp_path, "--layout", "dtype=float32", "expert=2"
+    )
+    shards = theirs.shards("moe")
+    assert [part.split(".")[2] for part in shards] == ["ep0of2", "ep1of2"]
+    assert mine.shards("moe") == shards
+    assert contents(mine, "moe", shards) == contents(theirs, "moe", shards)
+    halves = [{name for name, *_ in contents(mine, "moe", shards)[part][0]} for part in shards]
+    assert halves[0] == halves[1]
+    extents = [{extent for *_, extent in contents(mine, "moe", shards)[part][0]} for part in shards]
+    assert extents[0] & extents[1]  # what is not an expert's
+    assert extents[0] - extents[1]
     session_worker.load_model(models / "student")
     # Also of a checkpoint, which any layout can be cut from.
     checkpoint = tmp_path / "step_000001"

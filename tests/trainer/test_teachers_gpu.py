@@ -97,3 +97,40 @@ def test_memory_is_the_budgets_and_goes_with_the_trainers(student, family, tmp_p
     student.onload()
     for a, b in zip(before, scores(student, trajectories), strict=True):
         assert np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("source", ["directory", "checkpoint"])
+def test_one_that_streams_never_takes_more_of_the_device_than_the_budget(student, tmp_path, source):
+    """Not while its model is built, nor while it is imported: all of it would be five times as much."""
+    shape = FreshModel(hidden_size=512, intermediate_size=1536, heads=8, kv_heads=4, head_dim=64, layers=16)
+    create_model(tmp_path / "model", shape, seed=5)
+    student.load_model(tmp_path / "model")
+    path, budget = tmp_path / "model", 20 * MIB
+    if source == "checkpoint":
+        path = tmp_path / "step_000001"
+        student.save_checkpoint(path, {"initial_model": str(tmp_path / "model")})
+    sources = resolve_all({"big": TeacherConfig(source=path)}, DistillationConfig())
+    assert sources[0].parameters * 2 > 4.5 * budget
+    trajectories = make_trajectories(temperature=0.7)
+    expected = student.logprobs(trajectories)  # makes what products need on the device, too
+    for _ in range(2):  # with and without an import
+        gc.collect()
+        before = allocated()
+        student.load_teachers(TeacherSetup(sources, str(tmp_path / "store"), budget, 512 * MIB))
+        assert peak() - before < MIB
+        values, _ = scored(student, trajectories, "big")
+        print(f"{source}: {(peak() - before) / MIB:.1f} MiB at most")
+        assert peak() - before < budget + 16 * MIB  # with activations
+        for t, found, wanted in zip(trajectories, values, expected, strict=True):
+            assert np.abs(found - wanted)[t.action_mask].max() < 0.1
+
+
+def allocated():
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def peak():
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
