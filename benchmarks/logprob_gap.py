@@ -18,9 +18,9 @@ import argparse
 import json
 import random
 import sys
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,14 @@ from algorithms.dis import Config as DisConfig
 from algorithms.icepop import IcePopConfig
 from algorithms.ratios import inside, ratio, strictly_inside
 from benchmarks.engine.pools import KvBytes, hisparse_pool
-from benchmarks.engine.servers import HISPARSE_RESERVE, Argument, ServerSpec, common, start
+from benchmarks.engine.servers import HISPARSE_RESERVE, Argument, Server, ServerSpec, common, start
 from benchmarks.trainer.sides import make_worker
 from rollout.processes import ProcessRegistry
 from rollout.trajectory import StopReason, Trajectory
 
 LATENT, ROTARY, INDEX_DIM, TOP_K = 512, 64, 128, 2048
+START_S = 300.0
+"""For the servers, which compile kernels the first time."""
 
 
 def gap_statistics(trainer: Float32[np.ndarray, " tokens"], rollout: Float32[np.ndarray, " tokens"]) -> dict[str, Any]:
@@ -148,7 +150,7 @@ def server_spec(name: str, directory: Path, context: int, requests: int, cuda: b
         "dtype": "bfloat16",
         "disable-prefill-cuda-graph": True,
         "mem-fraction-static": 0.5,
-        "cuda-graph-bs-decode": "8 16 32",
+        "cuda-graph-bs-decode": "32",
     }
     if name == "dense":
         return ServerSpec("plain", arguments | {"attention-backend": "triton", "max-total-tokens": 2**18}, {})
@@ -168,23 +170,53 @@ def server_spec(name: str, directory: Path, context: int, requests: int, cuda: b
     return ServerSpec("hisparse", arguments, HISPARSE_RESERVE)
 
 
-def rollouts(
-    spec: ServerSpec, folder: Path, vocabulary: int, requests: int, prompt: int, output: int
-) -> list[Trajectory]:
-    """Sampled by a server that is started for it."""
+@dataclass(frozen=True)
+class Model:
+    """One that is written, and what is asked of it."""
+
+    name: str
+    directory: Path
+    vocabulary: int
+    spec: ServerSpec
+    prompt: int
+    output: int
+
+
+def prepare(name: str, options: argparse.Namespace, cuda: bool) -> Model:
+    directory = options.work / name
+    config = dense_model(cuda) if name == "dense" else dsa_model()
+    write_model(config, directory, cuda)
+    prompt = options.prompt or ((512 if name == "dense" else 3 * TOP_K // 2) if cuda else 32)
+    output = options.output or (512 if cuda else 64)
+    spec = server_spec(name, directory, prompt + output + 64, options.requests, cuda)
+    return Model(name, directory, config.vocab_size, spec, prompt, output)
+
+
+def sample(models: Sequence[Model], folder: Path, requests: int) -> dict[str, list[Trajectory] | str]:
+    """Rollouts of each model, or what was wrong; by servers that start side by side and are gone afterwards."""
+    found: dict[str, list[Trajectory] | str] = {}
+    with ProcessRegistry() as registry:
+        servers, failed = start(registry, [model.spec for model in models], folder, START_S)
+        for model in models:
+            if model.spec.side in failed:
+                found[model.name] = f"the server did not start: {failed[model.spec.side]}"
+                continue
+            try:
+                found[model.name] = rollouts(servers[model.spec.side], model, requests)
+            except Exception:  # noqa: BLE001  (it is written down, and the next model is asked)
+                found[model.name] = traceback.format_exc()[-3000:]
+    return found
+
+
+def rollouts(server: Server, model: Model, requests: int) -> list[Trajectory]:
     numbers = random.Random(0)
-    prompts = [numbers.choices(range(2, vocabulary), k=prompt) for _ in range(requests)]
+    prompts = [numbers.choices(range(2, model.vocabulary), k=model.prompt) for _ in range(requests)]
     body = {
         "input_ids": prompts,
-        "sampling_params": {"max_new_tokens": output, "temperature": 1.0},
+        "sampling_params": {"max_new_tokens": model.output, "temperature": 1.0},
         "return_logprob": True,
     }
-    with ProcessRegistry() as registry:
-        servers, failed = start(registry, [spec], folder, 300.0)
-        if failed:
-            raise RuntimeError(f"the server did not start: {failed}")
-        (server,) = servers.values()
-        answers = server.post("/generate", body, 300.0)
+    answers = server.post("/generate", body, 300.0)
     return [
         _trajectory(index, given, answer["meta_info"])
         for index, (given, answer) in enumerate(zip(prompts, answers, strict=True))
@@ -212,37 +244,26 @@ def _trajectory(index: int, prompt: list[int], meta: dict[str, Any]) -> Trajecto
     )
 
 
-def compare(name: str, options: argparse.Namespace, cuda: bool) -> dict[str, Any]:
-    """One model from its making to the statistics."""
-    begin, directory = time.monotonic(), options.work / name
-    config = dense_model(cuda) if name == "dense" else dsa_model()
-    write_model(config, directory, cuda)
-    if cuda:
-        torch.cuda.empty_cache()
-    prompt = options.prompt or ((512 if name == "dense" else 3 * TOP_K // 2) if cuda else 32)
-    output = options.output or (512 if cuda else 64)
-    context = prompt + output + 64
-    spec = server_spec(name, directory, context, options.requests, cuda)
-    sampled = rollouts(spec, options.work, config.vocab_size, options.requests, prompt, output)
-    served = time.monotonic()
-    worker = make_worker("cuda" if cuda else "cpu", 2)
+def compare(model: Model, sampled: list[Trajectory], device: str) -> dict[str, Any]:
+    """The trainer's log-probs of what a server sampled, against the server's."""
+    worker = make_worker(device, 2)
     try:
-        worker.load_model(directory)
+        worker.load_model(model.directory)
         computed = worker.logprobs(sampled)
     finally:
         worker.close()
     masks = [trajectory.action_mask for trajectory in sampled]
     trainer = np.concatenate([found[mask] for found, mask in zip(computed, masks, strict=True)])
     rollout = np.concatenate([t.rollout_logprobs[mask] for t, mask in zip(sampled, masks, strict=True)])
-    seconds = {"rollout_s": served - begin, "trainer_s": time.monotonic() - served}
-    return {"section": "logprob_gap", "model": name, "side": spec.side, **gap_statistics(trainer, rollout), **seconds}
+    return {"side": model.spec.side, **gap_statistics(trainer, rollout)}
 
 
-def _emit(path: Path, action: Callable[[], dict[str, Any]], name: str) -> bool:
+def _emit(path: Path, model: Model, sampled: list[Trajectory] | str, device: str) -> bool:
+    line: dict[str, Any] = {"section": "logprob_gap", "model": model.name}
     try:
-        line = action()
+        line |= {"error": sampled} if isinstance(sampled, str) else compare(model, sampled, device)
     except Exception:  # noqa: BLE001  (it is written down, and the next model runs)
-        line = {"section": "logprob_gap", "model": name, "error": traceback.format_exc()[-3000:]}
+        line["error"] = traceback.format_exc()[-3000:]
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
     print(json.dumps(line), flush=True)
@@ -260,9 +281,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output", type=int, help="tokens (cuda: 512)")
     options = parser.parse_args(arguments)
     cuda = options.device == "cuda"
-    models = [name for name in options.models.split(",") if cuda or name == "dense"]
     options.work.mkdir(parents=True, exist_ok=True)
-    done = [_emit(options.json, lambda n=name: compare(n, options, cuda), name) for name in models]
+    models = [prepare(name, options, cuda) for name in options.models.split(",") if cuda or name == "dense"]
+    if cuda:
+        torch.cuda.empty_cache()
+    sampled = sample(models, options.work, options.requests)
+    done = [_emit(options.json, model, sampled[model.name], options.device) for model in models]
     return int(not all(done))
 
 
