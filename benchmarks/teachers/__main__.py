@@ -1,7 +1,9 @@
 """``python -m benchmarks.teachers [--device cpu|cuda] [--json FILE]``: reads, copies, batches of twelve teachers.
 
-Sides are run in turn, medians are over ``--rounds``; ``--seconds`` ends the rounds early (the table says how many there
-were). The JSON is written again after each part. ``--draw FILE`` makes the timeline's picture of a JSON.
+Sides are run in turn, medians are over ``--rounds``. On a GPU teachers have a billion parameters, or as many as let all
+rounds end within ``--seconds`` on this disk, which is tried before; what was taken is said. The rounds still end early
+when it is slower than that (the table says how many there were). The JSON is written again after each part.
+``--draw FILE`` makes the timeline's picture of a JSON.
 """
 
 from __future__ import annotations
@@ -26,6 +28,25 @@ CALIBRATION = {"cpu": 5, "cuda": 1}
 """Batches of (a) that say how long scoring has to take; the table has the ratio that it came to in the end."""
 
 
+WIDEST, STEP = 2048, 64
+RAW_WIDTH = 1440
+"""A teacher of 1.0 GB."""
+
+
+def widest(seconds: float, rounds: int, read_gb_s: float, import_gb_s: float) -> int:
+    """Width of teachers with which so many rounds take so long, at most ``WIDEST``.
+
+    In units of one teacher's read: loading by (a) is 8 and its copies; a round scores for 3.5 of that, waits in the
+    shortest batch, and loads a part of (a) and one of (b); before the rounds each teacher is compared once, (a)'s four
+    are read, it is measured whole, and each length of scoring once. The rest was seen on an H200. A tenth is spare.
+    """
+    loading = 8.5
+    reads = (12.6 + 4 + loading + 3.5 / COUNT * loading) + rounds * (3 * loading + 7.8 + 3.4)
+    gb = (0.9 * seconds - 10) / (reads / read_gb_s + COUNT / (2 * import_gb_s) + 2.5)
+    width = int((max(gb, 0.0) * 1e9 / made.Architecture(1).nbytes) ** 0.5) // STEP * STEP
+    return min(WIDEST, max(STEP, width))
+
+
 def main() -> int:
     options = _options()
     if options.draw:
@@ -44,9 +65,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--json", type=Path, help="also write the numbers there")
     parser.add_argument("--root", type=Path, default=Path("runs/bench_teachers"), help="folder on the disk to measure")
-    parser.add_argument("--width", type=int, help="hidden size: 2048 has 1.0 B parameters (default on a GPU), 512 63 M")
+    parser.add_argument(
+        "--width", type=int, help="hidden size: 2048 has 1.0 B parameters, 512 63 M (default on the CPU)"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=600.0, help="start no round that would end after so long")
+    parser.add_argument("--seconds", type=float, default=600.0, help="end by then: smaller teachers, or fewer rounds")
     parser.add_argument("--draw", type=Path, help="only draw the timeline of this JSON")
     parser.add_argument("--ratio", default="1.0", help="which one --draw draws")
     parser.add_argument("--out", type=Path, default=Path("teachers_timeline.png"))
@@ -58,7 +81,6 @@ class Bench:
         self.options = options
         self.started = time.perf_counter()
         self.device = torch.device(options.device)
-        self.architecture = made.Architecture(options.width or (2048 if options.device == "cuda" else 512))
         self.teachers = made.names(COUNT)
         name = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU (a host buffer as the device)"
         self.results: dict[str, Any] = {"device": name, "torch": torch.__version__, "teachers": COUNT}
@@ -69,21 +91,34 @@ class Bench:
             self.options.json.write_text(json.dumps(self.results, indent=1) + "\n")
 
     def run(self) -> None:
-        store, seconds = made.write_store(self.options.root / "store", COUNT, self.architecture, self.device)
+        width = self.options.width or (512 if self.device.type == "cpu" else None)
+        read_gb_s, import_gb_s = self._disk(width or RAW_WIDTH)
+        if width is None:
+            left = self.options.seconds - (time.perf_counter() - self.started)
+            width = widest(left, self.options.rounds, read_gb_s, import_gb_s)
+        self.architecture = made.Architecture(width)
+        store, seconds = made.write_store(self.options.root / "store", self.teachers, self.architecture, self.device)
         size = store.open(self.teachers[0], made.SHARD).stored_bytes
-        self.results |= {"teacher_bytes": size, "import_gb_s": COUNT * size / 1e9 / seconds}
+        self.results |= {"width": width, "teacher_bytes": size, "import_gb_s": COUNT * size / 1e9 / seconds}
         self.note(f"{COUNT} teachers of {size / 1e9:.3f} GB imported at {self.results['import_gb_s']:.2f} GB/s")
-        few = self.teachers[: max(1, round(1e9 / size))]
-        disk = self.results["disk"] = raw.disk(store, few, self.options.rounds, self.device.type == "cuda")
-        self.note(
-            f"disk → pinned: {disk['ours_gb_s']:.2f} GB/s = {disk['share_of_best']:.1%} of the best tool"
-            f" ({disk['best_tool']}, {disk['best_tool_gb_s']:.2f}); {disk['cpu_s_per_gb']:.3f} CPU-s/GB"
-        )
         copy = self.results["copy"] = raw.device(store, self.teachers[0], self.device, self.options.rounds)
         self.note(
             f"pinned → device: {copy['ours_gb_s']:.1f} GB/s = {copy['share_of_one_copy']:.1%} of one copy of all of it"
         )
         self._swaps(store)
+
+    def _disk(self, width: int) -> tuple[float, float]:
+        """Reads of about 1 GB; the speeds of reading and of importing."""
+        root, architecture = self.options.root / "raw", made.Architecture(width)
+        few = self.teachers[: max(1, round(1e9 / architecture.nbytes))]
+        store, seconds = made.write_store(root, few, architecture, self.device)
+        disk = self.results["disk"] = raw.disk(store, few, self.options.rounds, self.device.type == "cuda")
+        self.note(
+            f"disk → pinned: {disk['ours_gb_s']:.2f} GB/s = {disk['share_of_best']:.1%} of the best tool"
+            f" ({disk['best_tool']}, {disk['best_tool_gb_s']:.2f}); {disk['cpu_s_per_gb']:.3f} CPU-s/GB"
+        )
+        shutil.rmtree(root)
+        return disk["ours_gb_s"], disk["bytes"] / 1e9 / seconds
 
     def _swaps(self, store: Any) -> None:
         pinned = PinnedCopies(store, self.teachers, self.device)
@@ -104,7 +139,7 @@ class Bench:
             began = time.perf_counter()
             for ratio in RATIOS:
                 rows[ratio].append(ours.batch(work[ratio][0]))
-            a.append(pinned.batch())
+            a.append(pinned.part(len(b)))
             b.append(files.load())
             self._summarize(a, b, rows, work, ours)
             now = time.perf_counter()

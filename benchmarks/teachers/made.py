@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,10 @@ class Architecture:
                 shapes[f"decoder.layers.{layer}.mlp.{name}"] = (3 * w, w)
         return shapes
 
+    @property
+    def nbytes(self) -> int:
+        return 2 * sum(rows * columns for rows, columns in self.shapes().values())
+
     def tensors(self, seed: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
         generator = torch.Generator(device).manual_seed(seed)
         for name, shape in self.shapes().items():
@@ -46,8 +50,10 @@ def names(count: int) -> list[str]:
     return [f"teacher{index:02d}" for index in range(count)]
 
 
-def write_store(root: Path, count: int, architecture: Architecture, device: torch.device) -> tuple[TeacherStore, float]:
-    """The store, and the seconds that the import took."""
+def write_store(
+    root: Path, teachers: Sequence[str], architecture: Architecture, device: torch.device
+) -> tuple[TeacherStore, float]:
+    """The store, and the seconds that the import took. A teacher's place in the list is its seed."""
     if root.exists():
         shutil.rmtree(root)
     store = TeacherStore(root)
@@ -55,7 +61,7 @@ def write_store(root: Path, count: int, architecture: Architecture, device: torc
     with ThreadPoolExecutor(_WRITERS if device.type == "cuda" else 1) as pool:
         list(
             pool.map(
-                lambda index: store.add(names(count)[index], SHARD, architecture.tensors(index, device)), range(count)
+                lambda seed: store.add(teachers[seed], SHARD, architecture.tensors(seed, device)), range(len(teachers))
             )
         )
     return store, time.perf_counter() - started

@@ -2,8 +2,11 @@
 
 (a) is what public frameworks do: whole models in pinned memory, copied to the device when their turn comes, while
     nothing else runs; what does not fit into the same pinned budget is read then (by our reader, past the page cache,
-    into one more pinned buffer that (a) gets for it). Its wait L does not depend on how long scoring takes.
+    into one more pinned buffer that (a) gets for it).
 (b) loads safetensors files, which are dropped from the page cache before.
+Both load while nothing is scored, so that their wait is the same at any length of scoring, and a sum over the teachers:
+of (a) all of a batch is measured once, and then in each round a part of it, ``PART`` teachers from disk and as many
+from pinned memory; of (b) one teacher a round.
 Ours keeps two on the device and as much in pinned memory as (a) keeps; its wait is the batch's wall time, less the time
 that the same scoring takes when nothing is moved. Batches follow each other without a pause, in ``scoring_order``.
 """
@@ -28,6 +31,7 @@ from teachers.store import TeacherStore
 from teachers.tiers import TierManager
 
 IN_HBM, IN_PINNED = 2, 4
+PART = 2
 _PRODUCT = 8192
 
 
@@ -76,16 +80,30 @@ class PinnedCopies:
         """Seconds in which nothing can be scored."""
         started = time.perf_counter()
         for name in self.teachers:
-            side = self.sides.get(name)
-            if side is None:
-                side = self.staging
-                side.shards = [self.shards[name]]
-                side.read()
-            shard = self.shards[name]
-            source = Source(side.arena, side.frames, shard.stored_offsets)
-            self.lane.fill(shard, shard.names, shard.device_offsets, self.image, source, None)
-            self.lane.synchronize()
+            self._load(name)
         return time.perf_counter() - started
+
+    def part(self, turn: int) -> float:
+        """The seconds of a batch, by some of its teachers, others each turn."""
+        total = 0.0
+        for kept in (True, False):
+            names = [name for name in self.teachers if (name in self.sides) == kept]
+            chosen = [names[(turn * PART + index) % len(names)] for index in range(PART)]
+            started = time.perf_counter()
+            for name in chosen:
+                self._load(name)
+            total += (time.perf_counter() - started) * len(names) / PART
+        return total
+
+    def _load(self, name: str) -> None:
+        side, shard = self.sides.get(name), self.shards[name]
+        if side is None:
+            side = self.staging
+            side.shards = [shard]
+            side.read()
+        source = Source(side.arena, side.frames, shard.stored_offsets)
+        self.lane.fill(shard, shard.names, shard.device_offsets, self.image, source, None)
+        self.lane.synchronize()
 
     def close(self) -> None:
         for side in [*self.sides.values(), self.staging]:
