@@ -9,27 +9,27 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rollout.engine.config import EngineConfig
-from rollout.engine.launch import ServerSpec, server_specs
+from rollout.engine.launch import server_specs
 from rollout.engine.launcher import Launched, Launcher, LocalLauncher
 from rollout.engine.pd import Half, generate_apart, hand_over, pairs, rendezvous
 from rollout.engine.protocol import EngineError, EngineLost, EngineMetrics, Generation, Sampling
 from rollout.engine.recovery import UNKNOWN, Action, Do, FleetRecovery, Phase
 from rollout.engine.routing import Router
-from rollout.engine.sglang import SGLangEngine, Timeouts
+from rollout.engine.server import Server
+from rollout.engine.sglang import SGLangEngine
 from rollout.engine.sglang_router import NAME as ROUTER
 from rollout.engine.sglang_router import SGLangRouter
 from rollout.processes import ProcessError, ProcessRegistry
 
+T = TypeVar("T")
+
 DEATH_POLL_S = 0.25
 """How often it is looked whether a server's process still runs."""
-START_POLL_S = 0.25
-PROGRESS_S = 5.0
 CHECK_UP_S = 5.0
 """How long a request that was lost behind sglang-router waits to learn which server it was."""
 
@@ -48,25 +48,6 @@ class CurrentWeights(Protocol):
             EngineError: it could not be loaded; the server is then started again.
         """
         ...
-
-
-@dataclass
-class _Server:
-    spec: ServerSpec
-    launched: Launched | None = None
-    client: SGLangEngine | None = None
-    watch: asyncio.Task[None] | None = None
-    ending: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def engine(self) -> SGLangEngine:
-        if self.client is None:
-            raise EngineError(f"{self.name} is not running")
-        return self.client
 
 
 class Publication:
@@ -112,8 +93,9 @@ class EngineFleet:
         """None while the servers' model directory holds the weights."""
         self._launcher = launcher or LocalLauncher(config, registry, log_dir)
         self._on_progress = on_progress
-        self._experts_shape = experts_shape
-        self._servers = [_Server(spec) for spec in server_specs(config)]
+        self._servers = [
+            Server(spec, config, self._launcher, on_progress, experts_shape) for spec in server_specs(config)
+        ]
         self._prefill = [s.spec.index for s in self._servers if s.spec.role == "prefill"]
         self._generating = [s.spec.index for s in self._servers if s.spec.role != "prefill"]
         self._router = Router(len(self._generating))
@@ -194,7 +176,7 @@ class EngineFleet:
         self._running = True
         try:
             routers = [] if self._in_front is None else [self._in_front.start()]
-            await _all([*routers, *(self._bring_up(server) for server in self._servers)])
+            await _all([*routers, *(server.bring_up(model_dir, weight_version) for server in self._servers)])
             await _all(self._hand_over(*pair) for pair in pairs(self._prefill, self._generating))
             for server in self._servers:
                 self._apply(self._recovery.generates(server.spec.index))
@@ -214,7 +196,7 @@ class EngineFleet:
         self._tasks.clear()
         if self._in_front is not None:
             await self._in_front.stop()
-        await asyncio.gather(*(self._end(server) for server in reversed(self._servers)))
+        await asyncio.gather(*(server.end() for server in reversed(self._servers)))
         self._changed.set()
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling, request_id: str, session: str) -> Generation:
@@ -226,16 +208,11 @@ class EngineFleet:
         """
         if self._in_front is not None:
             return await self._behind(self._in_front, token_ids, sampling, request_id, session)
-        slot = await self._pick(self._router, session, token_ids)
-        index = self._generating[slot]
-        self._requests[request_id] = index
-        try:
-            with self._router.request(slot):
-                if not self._prefill:
-                    return await self._on(index, token_ids, sampling, request_id)
-                return await self._apart(index, token_ids, sampling, request_id, session)
-        finally:
-            self._requests.pop(request_id, None)
+        if self._prefill:
+            return await self._apart(token_ids, sampling, request_id, session)
+        slot = await self._first(lambda: self._router.pick(session, token_ids))
+        with self._in_flight(request_id, slot):
+            return await self._on(self._generating[slot], token_ids, sampling, request_id)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; ids that are not in flight are ignored. Behind sglang-router every server is told, since
@@ -256,7 +233,7 @@ class EngineFleet:
     async def metrics(self) -> Mapping[str, EngineMetrics]:
         """Of the servers that take requests and answer, by name."""
 
-        async def read(server: _Server) -> tuple[str, EngineMetrics | None]:
+        async def read(server: Server) -> tuple[str, EngineMetrics | None]:
             try:
                 return server.name, await server.engine.metrics()
             except EngineError:
@@ -286,7 +263,7 @@ class EngineFleet:
         """Ask these servers whether they live; returns when each has answered or counts as dead."""
         await asyncio.gather(*(self._settle(self._servers[index]) for index in indexes))
 
-    async def _settle(self, server: _Server) -> None:
+    async def _settle(self, server: Server) -> None:
         index = server.spec.index
         while self._recovery.phase(index) in (Phase.SERVING, Phase.SUSPECT):  # at most missed_heartbeats times
             await self._look_at(server)
@@ -302,7 +279,7 @@ class EngineFleet:
     async def _look_for_deaths(self) -> None:
         await asyncio.gather(*(self._look_at(server) for server in self._servers))
 
-    async def _look_at(self, server: _Server) -> None:
+    async def _look_at(self, server: Server) -> None:
         index, launched = server.spec.index, server.launched
         if launched is None or self._recovery.phase(index) is Phase.STARTING:  # whose start looks for itself
             return
@@ -311,10 +288,17 @@ class EngineFleet:
 
     # Requests
 
-    async def _pick(self, router: Router, session: str, token_ids: Sequence[int]) -> int:
-        return await self._first(lambda: router.pick(session, token_ids))
+    @contextlib.contextmanager
+    def _in_flight(self, request_id: str, slot: int) -> Iterator[None]:
+        """Count a request for its server, and have ``abort`` find it there."""
+        self._requests[request_id] = self._generating[slot]
+        try:
+            with self._router.request(slot):
+                yield
+        finally:
+            self._requests.pop(request_id, None)
 
-    async def _first(self, choose: Callable[[], int | None]) -> int:
+    async def _first(self, choose: Callable[[], T | None]) -> T:
         """What ``choose`` says as soon as it says something, while there is hope."""
         deadline = time.monotonic() + self.config.request_timeout_s
         while True:
@@ -341,6 +325,8 @@ class EngineFleet:
         try:
             return await router.generate(token_ids, sampling, request_id, session)
         except EngineLost:
+            if not self._running:
+                raise
             # Nobody says which server it was, and sent again at once it could go there again.
             if self._check_up is None or self._check_up.done():
                 self._check_up = self._spawn(self._examine(), "check-up")
@@ -365,14 +351,17 @@ class EngineFleet:
             self._apply(self._recovery.suspected(index))
             raise
 
-    async def _apart(
-        self, decode: int, token_ids: Sequence[int], sampling: Sampling, request_id: str, session: str
-    ) -> Generation:
+    async def _apart(self, token_ids: Sequence[int], sampling: Sampling, request_id: str, session: str) -> Generation:
         """Prefill on one server, decode on another. The first to fail ends both."""
-        slot = await self._pick(self._prefill_router, session, token_ids)
-        prefill = self._prefill[slot]
+
+        def both() -> tuple[int, int] | None:  # at one moment: while we wait for one, the other may die
+            first, then = self._prefill_router.pick(session, token_ids), self._router.pick(session, token_ids)
+            return None if first is None or then is None else (first, then)
+
+        first, then = await self._first(both)
+        prefill, decode = self._prefill[first], self._generating[then]
         meeting = self._rendezvous(prefill)
-        with self._prefill_router.request(slot):
+        with self._prefill_router.request(first), self._in_flight(request_id, then):
             return await generate_apart(
                 self._on(prefill, token_ids, sampling, f"{request_id}.prefill", meeting),
                 self._on(decode, token_ids, sampling, request_id, meeting),
@@ -386,6 +375,8 @@ class EngineFleet:
     # A server's life
 
     def _apply(self, actions: Sequence[Action]) -> None:
+        if not self._running:  # a request that ``stop`` cut off must not have a server started again
+            return
         for action in actions:
             server = self._servers[action.server]
             if action.do is Do.ROUTE:
@@ -398,7 +389,7 @@ class EngineFleet:
                 router.set_healthy(slot, False)
             elif action.do is Do.KILL:
                 self._on_progress(f"lost {server.name}: {action.reason.splitlines()[0]}")
-                self._spawn(self._end(server), f"{server.name}-kill")
+                self._spawn(server.end(), f"{server.name}-kill")
             elif action.do is Do.START:
                 self._spawn(self._restart(server), f"{server.name}-start")
             elif action.do is Do.LOAD:
@@ -409,7 +400,7 @@ class EngineFleet:
             self._in_front.serve([self._servers[index].engine.url for index in self._recovery.serving])
         self._changed.set()
 
-    def _routed_by(self, server: _Server) -> tuple[Router, int]:
+    def _routed_by(self, server: Server) -> tuple[Router, int]:
         """The router that knows it, and by which index."""
         if server.spec.role == "prefill":
             return self._prefill_router, self._prefill.index(server.spec.index)
@@ -421,57 +412,12 @@ class EngineFleet:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _bring_up(self, server: _Server) -> None:
-        """Launch a server and wait for its first token."""
-        server.launched = await self._launcher.launch(server.spec, self._model_dir, self._model_version)
-        timeouts = Timeouts(
-            self.config.request_timeout_s, self.config.control_timeout_s, self.config.recovery.heartbeat_timeout_s
-        )
-        server.client = SGLangEngine(
-            server.launched.url, timeouts, experts_shape=self._experts_shape, metrics=self.config.metrics
-        )
-        try:
-            async with asyncio.timeout(self.config.start_timeout_s):
-                await self._until_generating(server)
-        except TimeoutError as error:
-            raise EngineError(
-                f"no token from {server.name} (see {server.launched.log}) within {self.config.start_timeout_s:g} s of "
-                "the start"
-            ) from error
-
-    async def _until_generating(self, server: _Server) -> None:
-        assert server.launched is not None
-        started = time.monotonic()
-        said = 0.0
-        while True:
-            if (reason := await server.launched.failure()) is not None:
-                raise ProcessError(reason)
-            if await self._first_token(server):
-                took = time.monotonic() - started
-                self._on_progress(f"{server.name} serves {server.engine.url} after {took:.1f} s")
-                return
-            await asyncio.sleep(START_POLL_S)
-            if (waited := time.monotonic() - started) - said >= PROGRESS_S:
-                said = waited
-                self._on_progress(f"{server.name} is starting, {waited:.0f} s so far")
-
-    async def _first_token(self, server: _Server) -> bool:
-        """Whether it generates. One that has only half of the work (PD) is asked by its own check, and then has to hand
-        over (``_hand_over``)."""
-        if server.spec.role != "both":
-            return await server.engine.health()
-        try:
-            await server.engine.generate([0], Sampling(temperature=0.0, max_new_tokens=1), f"start-{server.name}")
-        except EngineError:  # it does not listen yet; start_timeout_s bounds this
-            return False
-        return True
-
     async def _hand_over(self, prefill: int, decode: int) -> None:
         halves = (self._servers[prefill], self._servers[decode])
         first, then = (Half(half.name, half.engine, half.launched.log if half.launched else "") for half in halves)
         await hand_over(first, then, self._rendezvous(prefill), self.config.start_timeout_s)
 
-    async def _join_partner(self, server: _Server) -> None:
+    async def _join_partner(self, server: Server) -> None:
         """Have a prefill or decode server that was started again work with one of the other kind, where one serves.
 
         Raises:
@@ -502,12 +448,12 @@ class EngineFleet:
                 self._changed.clear()
                 await asyncio.wait_for(self._changed.wait(), self.config.start_timeout_s)
 
-    async def _restart(self, server: _Server) -> None:
+    async def _restart(self, server: Server) -> None:
         index = server.spec.index
         try:
-            await self._end(server)
+            await server.end()
             self._on_progress(f"{server.name} starts again, attempt {self._recovery.restarts(index)}")
-            await self._bring_up(server)
+            await server.bring_up(self._model_dir, self._model_version)
             await self._join_partner(server)
         except (EngineError, ProcessError) as error:
             self._apply(self._recovery.died(index, str(error), time.monotonic()))
@@ -516,7 +462,7 @@ class EngineFleet:
             router.forget_cache(slot)
             self._apply(self._recovery.generates(index))
 
-    async def _join(self, server: _Server) -> None:
+    async def _join(self, server: Server) -> None:
         """Give a server the fleet's weights, where it has others, and have it say its version."""
         index, wanted, launched = server.spec.index, self.weight_version, server.launched
         failure: EngineError | None = None
@@ -536,23 +482,13 @@ class EngineFleet:
         else:
             self._apply(self._recovery.died(index, f"{server.name} could not join: {failure}", time.monotonic()))
 
-    async def _end(self, server: _Server) -> None:
-        """Break its connections, so that what it has in flight goes elsewhere, and kill it."""
-        async with server.ending:  # nothing starts in its place while it is being killed
-            client, server.client = server.client, None
-            launched, server.launched = server.launched, None
-            if client is not None:
-                await client.close()
-            if launched is not None:
-                await launched.stop()
-
     async def _watch_deaths(self) -> None:
         while True:
             await self._look_for_deaths()
             self._apply(self._recovery.tick(time.monotonic()))
             await asyncio.sleep(DEATH_POLL_S)
 
-    async def _watch_health(self, server: _Server) -> None:
+    async def _watch_health(self, server: Server) -> None:
         """Heartbeats, for as long as the fleet runs; a suspect's come without a pause."""
         index = server.spec.index
         while True:

@@ -8,11 +8,14 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import aiohttp
 
 from rollout.engine.protocol import EngineError, EngineLost
+
+if TYPE_CHECKING:
+    from rollout.engine.config import EngineConfig
 
 KEEP_ALIVE_S = 2.0
 """An idle connection is used again for so long. SGLang closes those that were idle for 5 s, and a request that meets
@@ -31,6 +34,11 @@ class Timeouts:
     """Pause, resume, abort, metrics, each step of a weight update."""
     health_s: float = 30.0
     connect_s: float = 5.0
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Timeouts:
+        """As the settings say."""
+        return cls(config.request_timeout_s, config.control_timeout_s, config.recovery.heartbeat_timeout_s)
 
 
 class Connection:

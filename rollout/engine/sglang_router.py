@@ -119,6 +119,8 @@ class SGLangRouter:
         self._wanted: frozenset[str] = frozenset()
         self._listed: frozenset[str] = frozenset()
         self._asked: dict[str, float] = {}
+        self._complaint = ""
+        """The last, which is said once."""
 
     @property
     def state(self) -> tuple[Phase, int]:
@@ -227,20 +229,29 @@ class SGLangRouter:
         """Bring its list nearer to the servers that take requests; whether it answered."""
         assert self._client is not None
         now = time.monotonic()
-        self._asked = {url: at for url, at in self._asked.items() if url in self._wanted and now - at < ASK_AGAIN_S}
         try:
             listed = await self._client.workers()
-            todo = changes(self._wanted, listed, self._asked)
+        except EngineError:
+            return await self._client.alive()
+        self._listed = frozenset(listed)
+        self._asked = {
+            url: at
+            for url, at in self._asked.items()
+            if url in self._wanted and url not in listed and now - at < ASK_AGAIN_S
+        }
+        self._on_change()
+        todo = changes(self._wanted, listed, self._asked)
+        try:
             for worker in todo.remove:
                 await self._client.remove(worker)
             for url in todo.add:
+                self._asked[url] = now  # before the answer: one that is refused is not asked for four times a second
                 await self._client.add(url)
-                self._asked[url] = now
-        except EngineError:
+        except EngineError as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                self._say(f"{NAME} did not change its list of servers, it is asked again: {error}")
             return await self._client.alive()
-        self._asked = {url: at for url, at in self._asked.items() if url not in listed}
-        self._listed = frozenset(listed)
-        self._on_change()
         return True
 
     async def _apply(self, actions: Sequence[Action]) -> None:
@@ -259,15 +270,11 @@ class SGLangRouter:
             self._on_change()
 
     async def _bring_up(self) -> None:
-        port = self._settings.port
-        ports = free_ports(2)
-        port = ports[0] if port is None else port
-        line = command(self._config, self._settings, port, ports[1])
+        free_port, metrics_port = free_ports(2)
+        port = self._settings.port or free_port
+        line = command(self._config, self._settings, port, metrics_port)
         self._process = self._registry.start(NAME, line, self._log, grace_s=GRACE_S)
-        timeouts = Timeouts(
-            self._config.request_timeout_s, self._config.control_timeout_s, self._config.recovery.heartbeat_timeout_s
-        )
-        self._client = RouterClient(f"http://127.0.0.1:{port}", timeouts)
+        self._client = RouterClient(f"http://127.0.0.1:{port}", Timeouts.of(self._config))
         started = time.monotonic()
         while not await self._client.alive():
             if (ended := self._ended()) is not None:

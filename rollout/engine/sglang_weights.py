@@ -88,6 +88,11 @@ class SGLangWeights(Connection):
         self._open.set()
         self._abilities: Abilities | None = None
 
+    async def close(self) -> None:
+        """Also whoever waits for it to be resumed then fails with ``EngineLost``: nobody resumes what is gone."""
+        await super().close()
+        self._open.set()
+
     async def abilities(self) -> Abilities:
         """Asked for once."""
         if self._abilities is None:

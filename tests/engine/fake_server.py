@@ -54,6 +54,10 @@ async def model_info(request: web.Request) -> web.Response:
     return web.json_response({"weight_version": request.app["state"]["version"]})
 
 
+async def loads(request: web.Request) -> web.Response:
+    return web.json_response({"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}]})
+
+
 async def requests(request: web.Request) -> web.Response:
     return web.json_response(request.app["state"]["requests"])
 
@@ -76,6 +80,8 @@ def main() -> None:
                 web.get("/health", healthy),
                 web.get("/health_generate", healthy),
                 web.post("/abort_request", abort),
+                web.post("/pause_generation", healthy),
+                web.get("/v1/loads", loads),
                 web.get("/model_info", model_info),
                 web.get("/requests", requests),
                 web.post("/update_weights_from_disk", update),

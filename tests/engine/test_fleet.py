@@ -15,6 +15,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.fleet import UNKNOWN, EngineFleet
 from rollout.engine.protocol import EngineError, EngineLost, Sampling
 from rollout.engine.recovery import Phase, RecoveryConfig
+from rollout.engine.sglang_weights import PauseMode
 from rollout.processes import ProcessError, ProcessRegistry, free_port
 from tests.engine.conftest import until
 
@@ -174,6 +175,32 @@ def test_a_request_waits_for_the_only_server_to_come_back(make_fleet):
             return await fleet.generate([1], ONE_TOKEN, "r", session="s")
 
     assert asyncio.run(run()).token_ids.tolist() == [2]
+
+
+def test_a_request_that_waits_for_a_paused_server_is_lost_with_it(make_fleet):
+    async def run():
+        async with started(make_fleet()) as fleet:
+            await fleet.engines[0].pause(PauseMode.ABORT)
+            waiting = asyncio.create_task(fleet.generate([1], ONE_TOKEN, "waits", "s"))
+            await asyncio.sleep(0)
+            os.kill(fleet.processes["engine-0"].pid, signal.SIGKILL)
+            with pytest.raises(EngineLost):
+                await asyncio.wait_for(waiting, 60)
+
+    asyncio.run(run())
+
+
+def test_a_fleet_that_is_stopped_during_a_publication_starts_nothing(make_fleet, registry):
+    async def run():
+        fleet = make_fleet()
+        async with started(fleet), fleet.publication() as publication:
+            publication.holds = UNKNOWN
+            await fleet.stop()
+        await asyncio.sleep(0)
+        return fleet.messages
+
+    assert not any(message.startswith("lost") for message in asyncio.run(run()))
+    assert registry.processes == ()
 
 
 def test_a_server_that_keeps_dying_is_lost_for_good_with_its_reason(make_fleet):

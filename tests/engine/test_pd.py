@@ -8,6 +8,7 @@ import asyncio
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Coroutine
@@ -30,10 +31,12 @@ from rollout.engine.protocol import EngineError, EngineLost, FinishReason, Gener
 from rollout.engine.recovery import RecoveryConfig
 from rollout.engine.sglang import SGLangEngine
 from rollout.processes import ProcessError, ProcessRegistry, free_port
-from tests.engine.conftest import CONTEXT_LENGTH, until_running
+from tests.engine.conftest import CONTEXT_LENGTH, until, until_running
 from tests.trainer.models import MODELS, save_model
 
 FAKE = Path(__file__).with_name("fake_server.py")
+BOOTSTRAP = 12_500
+"""Of servers that send nothing; the next is taken, too. No port that ``free_port`` gives to others."""
 GREEDY = Sampling(temperature=0.0, max_new_tokens=24)
 LONG = Sampling(temperature=0.0, max_new_tokens=CONTEXT_LENGTH - 16)
 
@@ -101,7 +104,7 @@ def test_the_experts_of_the_prompt_are_the_prefill_servers():
     assert lost.routed_experts is None
 
 
-def test_what_is_missing_is_said_before_anything_starts(tmp_path, monkeypatch):
+def test_what_is_missing_is_said_before_anything_starts(tmp_path):
     def start(registry: ProcessRegistry, roles: DisaggregationConfig) -> None:
         config = EngineConfig(context_length=128, disaggregation=roles)
         asyncio.run(EngineFleet(config, registry, tmp_path, print).start(Path("unused")))
@@ -111,29 +114,12 @@ def test_what_is_missing_is_said_before_anything_starts(tmp_path, monkeypatch):
             with pytest.raises(ProcessError, match=r"engine\.disaggregation\.transfer_backend=mori needs .* amd-mori"):
                 start(registry, DisaggregationConfig(transfer_backend="mori", bootstrap_port=free_port()))
             assert "importing mori.io says: " in problem
-        with asyncio.Runner() as runner:
-            taken = runner.run(asyncio.start_server(lambda reader, writer: None, "127.0.0.1", free_port()))
-            port = taken.sockets[0].getsockname()[1]
-            with pytest.raises(ProcessError, match=rf"disaggregation.bootstrap_port\): port {port} .* is taken"):
-                start_in_thread(lambda: start(registry, DisaggregationConfig(bootstrap_port=port)))
-            taken.close()
-
-
-def start_in_thread(work):
-    """Run what has an event loop of its own beside ours; raises what it raises."""
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except ProcessError as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(60)
-    for failure in failures:
-        raise failure
+        port = free_port()
+        with (
+            socket.create_server(("127.0.0.1", port)),
+            pytest.raises(ProcessError, match=rf"disaggregation.bootstrap_port\): port {port} .* is taken"),
+        ):
+            start(registry, DisaggregationConfig(bootstrap_port=port))
 
 
 @pytest.fixture
@@ -145,7 +131,7 @@ def apart(monkeypatch, tmp_path):
 
     monkeypatch.setattr(launcher_module, "command", command)
     monkeypatch.setattr(launcher_module, "transfer_problem", lambda backend: None)  # they send nothing
-    roles = DisaggregationConfig(prefill=RoleConfig(servers=2), decode=RoleConfig(servers=1), bootstrap_port=9500)
+    roles = DisaggregationConfig(prefill=RoleConfig(servers=2), decode=RoleConfig(servers=1), bootstrap_port=BOOTSTRAP)
     config = EngineConfig(context_length=128, disaggregation=roles, recovery=RecoveryConfig(backoff_s=0.1))
     with ProcessRegistry() as registry:
         yield EngineFleet(config, registry, tmp_path, print)
@@ -154,6 +140,13 @@ def apart(monkeypatch, tmp_path):
 async def received(fleet, name):
     async with aiohttp.ClientSession() as http, http.get(fleet.processes[name].url + "/requests") as response:
         return await response.json()
+
+
+async def until_asked(fleet, name, requests):
+    async def asked():
+        return len(await received(fleet, name)) >= requests
+
+    await until(asked, 60)
 
 
 def test_both_servers_get_the_request_and_the_same_room(apart):
@@ -175,7 +168,7 @@ def test_both_servers_get_the_request_and_the_same_room(apart):
     for rank in range(2):
         for body in requests[f"prefill-{rank}"]:
             partner = decoded[body["bootstrap_room"]]
-            assert body["bootstrap_port"] == partner["bootstrap_port"] == 9500 + rank
+            assert body["bootstrap_port"] == partner["bootstrap_port"] == BOOTSTRAP + rank
             assert body["bootstrap_host"] == partner["bootstrap_host"] == "127.0.0.1"
             assert body["input_ids"] == partner["input_ids"]
 
@@ -185,11 +178,35 @@ def test_a_prefill_server_that_dies_ends_the_request_so_that_it_can_go_to_the_ot
         await apart.start(Path("unused"))
         try:
             in_flight = asyncio.create_task(apart.generate([1], Sampling(1.0, 9000), "r", session="s"))
-            await asyncio.sleep(0.5)
+            await until_asked(apart, "decode-2", 3)  # the start's two before
             os.kill(apart.processes["prefill-0"].pid, signal.SIGKILL)
             with pytest.raises(EngineLost):
                 await asyncio.wait_for(in_flight, 60)
             return await apart.generate([1], Sampling(1.0, 1), "r2", session="s")
+        finally:
+            await apart.stop()
+
+    assert asyncio.run(run()).token_ids.tolist() == [2]
+
+
+def test_a_request_goes_to_two_servers_that_serve_at_the_same_time(apart):
+    """It waits for a prefill server, and meanwhile the only decode server dies."""
+
+    async def run():
+        await apart.start(Path("unused"))
+        try:
+            prefill = [process for name, process in apart.processes.items() if name.startswith("prefill")]
+            for process in prefill:
+                os.kill(process.pid, signal.SIGKILL)
+
+            async def noticed():
+                return len(apart.lost) == len(prefill)
+
+            await until(noticed, 60)
+            waiting = asyncio.create_task(apart.generate([1], Sampling(1.0, 1), "r", session="s"))
+            await asyncio.sleep(0)
+            os.kill(apart.processes["decode-2"].pid, signal.SIGKILL)
+            return await asyncio.wait_for(waiting, 120)
         finally:
             await apart.stop()
 
@@ -287,7 +304,7 @@ def test_the_prefill_server_keeps_the_prefixes_of_a_session(pair, models):
 def test_an_aborted_reply_returns_what_it_had_and_leaves_both_servers_idle(pair, models):
     async def run() -> Generation:
         reply = asyncio.create_task(pair.fleet.generate([2, 9, 9], LONG, "to end", "s"))
-        await asyncio.sleep(0.5)
+        await until_running(pair.fleet.engines[1], 1)
         await pair.fleet.abort(["to end"])
         answer = await reply
         for engine in pair.fleet.engines:
@@ -343,7 +360,8 @@ def test_a_killed_half_comes_back_and_the_pair_goes_on(pair, models, victim):
 
     async def run() -> tuple[list[Generation | BaseException], Generation]:
         replies = [asyncio.create_task(pair.generate(prompt, LONG)) for prompt in prompts]
-        await asyncio.sleep(1.0)
+        await until_running(pair.fleet.engines[1], len(prompts))
+        await asyncio.sleep(0.5)  # the first tokens are on their way
         os.kill(pair.fleet.processes[victim].pid, signal.SIGKILL)
         outcomes = await asyncio.gather(*replies, return_exceptions=True)
         while victim not in pair.fleet.lost:  # noqa: ASYNC110  # nothing tells us
