@@ -112,6 +112,16 @@ def meet_damage(worker, models, store, rank):
     return found
 
 
+def stream_on_one(worker, models, store, rank):
+    """With a budget that is a byte short on rank 1 alone: which ranks have to stream, and what the update says."""
+    worker.load_model(models / "student")
+    shard = TeacherStore(store).open("bob", worker._teachers._part.shard)
+    setup = TeacherSetup([resolve("bob", models / "bob")], str(store), shard.device_bytes - rank, pinned_bytes=2**24)
+    worker.load_teachers(setup)
+    streams = gather_objects(worker._teachers._tiers.streams("bob"))
+    return {"streams": streams, "kl": taught_by(worker, "bob").metrics["teacher/bob/kl"].value()}
+
+
 def taught_by(worker, name):
     trajectories = make_trajectories(temperature=0.7)
     worker.config = worker.config.model_copy(update={"max_tokens_per_micro_batch": 20})  # several passes
@@ -149,6 +159,7 @@ def main(rank, ports, models, output):
             found = import_experts(worker, models, output / "store")
         elif name in DAMAGED:
             found = meet_damage(worker, models, output / "damaged", rank)
+            found["uneven"] = stream_on_one(worker, models, output / "damaged", rank)
         else:
             found = go_through(worker, models, output / "store")
             found["fp8"] = measure_fp8(worker, models, output / "fp8")

@@ -89,6 +89,12 @@ def test_a_layer_that_one_rank_cannot_read_fails_on_all_by_name_and_harms_nothin
     assert found["kl"] == pytest.approx(ranks[next(iter(DAMAGED))][True]["kl"], rel=1e-5)
 
 
+def test_one_that_is_too_large_for_one_rank_alone_streams_on_all(ranks):
+    for found in (ranks[name] for name in DAMAGED):
+        assert found["uneven"]["streams"] == [False, True]
+        assert found["uneven"]["kl"] == pytest.approx(found[True]["kl"], rel=1e-6)
+
+
 def contents(store, name, shards):
     """Of each shard, what is kept of each tensor, found by its content, and what it was made from."""
     found = {}
