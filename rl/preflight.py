@@ -22,6 +22,8 @@ from rl.trainer.result import COMPUTED_NEEDS, RECORDED_NEEDS
 from rl.trainer.stages import stage_problem
 from rollout.engine import fit, router_settings
 from rollout.engine.arguments import ArgumentsError, check_extra_args
+from rollout.engine.disaggregation import transfer_problem
+from rollout.engine.launch import server_specs
 from rollout.engine.model_shape import ModelShapeError, read_model_shape
 from rollout.processes import ProcessError, require_free_port
 from tasks.protocol import Task
@@ -141,7 +143,8 @@ def _stages(config: RunConfig) -> None:
     if parallel.stages == 1:
         return
     if config.model.checkpoint is None:
-        layers, indexers = config.model.fresh.layers if config.model.fresh else 1, None
+        assert config.model.fresh is not None, "a model has either"
+        layers, indexers = config.model.fresh.layers, None
     else:
         from transformers import AutoConfig  # seconds, which a model that is not cut into stages needn't wait for
 
@@ -168,6 +171,9 @@ def _engine(config: RunConfig) -> None:
         raise ConfigError(str(error)) from error
     if config.engine.sglang_router is not None and (problem := router_settings.missing()) is not None:
         raise ConfigError(problem)
+    apart = config.engine.disaggregation if config.engine.placement == "local" else None
+    if apart is not None and (problem := transfer_problem(apart.transfer_backend)) is not None:
+        raise ConfigError(f"engine.{problem}")
     if config.model.checkpoint is None:
         return
     try:
@@ -244,7 +250,7 @@ def check_model_dir(directory: Path, key: str) -> None:
 def _ports(config: RunConfig) -> None:
     wanted = [("rollout.gateway_port", config.rollout.gateway_port, config.rollout.gateway_host)]
     if config.engine.port is not None:
-        wanted += [("engine.port", config.engine.port + index, "127.0.0.1") for index in range(config.engine.servers)]
+        wanted += [("engine.port", config.engine.port + s.index, "127.0.0.1") for s in server_specs(config.engine)]
     if config.engine.sglang_router is not None:
         wanted.append(("engine.sglang_router.port", config.engine.sglang_router.port or 0, "127.0.0.1"))
     for key, port, host in wanted:

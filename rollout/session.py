@@ -142,7 +142,10 @@ class SessionRecord:
 
     def trajectories(self, reward: float, stop_reason: StopReason, metrics: dict[str, float]) -> list[Trajectory]:
         """One trajectory a segment, in the order they began."""
-        return [self._trajectory(*each, reward, stop_reason, metrics) for each in enumerate(self.segments)]
+        return [
+            self._trajectory(index, segment, reward, stop_reason, metrics)
+            for index, segment in enumerate(self.segments)
+        ]
 
     def _trajectory(
         self, index: int, segment: Segment, reward: float, stop_reason: StopReason, metrics: dict[str, float]

@@ -19,9 +19,10 @@ from rollout.engine.settings import Argument, Settings
 Role = Literal["both", "prefill", "decode"]
 
 CHECK_TIMEOUT_S = 60.0
+MOONCAKE = ("mooncake.engine", "mooncake-transfer-engine (on a CPU mooncake-transfer-engine-non-cuda)")
 PACKAGES = {
-    "mooncake": ("mooncake.engine", "mooncake-transfer-engine (on a CPU mooncake-transfer-engine-non-cuda)"),
-    "mooncake_tcp": ("mooncake.engine", "mooncake-transfer-engine (on a CPU mooncake-transfer-engine-non-cuda)"),
+    "mooncake": MOONCAKE,
+    "mooncake_tcp": MOONCAKE,
     "nixl": ("nixl._api", "nixl"),
     "mori": ("mori.io", "amd-mori"),
     "ascend": ("memfabric_hybrid", "memfabric-hybrid"),
@@ -67,10 +68,14 @@ def transfer_problem(backend: str) -> str | None:
     of its own, because it also needs libraries that no Python package brings."""
     module, package = PACKAGES[backend]
     command = [sys.executable, "-c", f"import {module}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_TIMEOUT_S, check=False)
-    if done.returncode == 0:
-        return None
-    reason = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        reason = f"nothing within {CHECK_TIMEOUT_S:g} s"
+    else:
+        if done.returncode == 0:
+            return None
+        reason = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
     hint = "; that is in the system's package libibverbs1 (rdma-core)" if "libibverbs" in reason else ""
     return (
         f"disaggregation.transfer_backend={backend} needs the Python package {package}, and importing {module} says: "

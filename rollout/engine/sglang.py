@@ -42,11 +42,6 @@ class SGLangEngine(SGLangWeights):
         self._experts_shape = experts_shape
         self._prometheus = metrics
 
-    async def close(self) -> None:
-        """Close the connections; calls in flight, and those that wait for the end of a pause, fail."""
-        await super().close()
-        self._open.set()
-
     async def generate(
         self,
         token_ids: Sequence[int],

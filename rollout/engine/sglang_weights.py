@@ -89,7 +89,7 @@ class SGLangWeights(Connection):
         self._abilities: Abilities | None = None
 
     async def close(self) -> None:
-        """Also whoever waits for it to be resumed then fails with ``EngineLost``: nobody resumes what is gone."""
+        """Close the connections; calls in flight, and those that wait for the end of a pause, fail."""
         await super().close()
         self._open.set()
 

@@ -9,7 +9,7 @@ from rl.commands.train import main
 from rl.config import ConfigError, FreshModel
 from rl.fresh_model import create_model
 from rl.serving import check_top_logprobs
-from rollout.engine import arguments, router_settings
+from rollout.engine import arguments, disaggregation, router_settings
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,15 @@ def test_the_router_is_not_installed(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(router_settings, "PACKAGE", "no_such_package")
     said = refused(capsys, "+engine.sglang_router.policy=cache_aware", f"run_dir={tmp_path}")
     assert "engine.sglang_router needs the package no_such_package: pip install sglang-router" in said
+
+
+def test_what_sends_kv_caches_is_not_installed(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(disaggregation.PACKAGES, "nixl", ("no_such_package", "nixl"))
+    disaggregation.transfer_problem.cache_clear()
+    said = refused(capsys, "engine=pd_cpu", "engine.disaggregation.transfer_backend=nixl", f"run_dir={tmp_path}")
+    disaggregation.transfer_problem.cache_clear()
+    assert "engine.disaggregation.transfer_backend=nixl needs the Python package nixl, and importing" in said
+    assert "No module named 'no_such_package'" in said
 
 
 def test_more_likeliest_tokens_than_there_are(model_dir):
