@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from rollout.engine.config import EngineConfig
 from rollout.engine.launch import server_specs
 from rollout.engine.launcher import Launched, Launcher, LocalLauncher
-from rollout.engine.pd import Half, generate_apart, hand_over, pairs, rendezvous
+from rollout.engine.pd import Half, Rendezvous, generate_apart, hand_over, pairs, rendezvous
 from rollout.engine.protocol import EngineError, EngineLost, EngineMetrics, Generation, Sampling
 from rollout.engine.recovery import UNKNOWN, Action, Do, FleetRecovery, Phase
 from rollout.engine.routing import Router
@@ -360,17 +360,17 @@ class EngineFleet:
 
         first, then = await self._first(both)
         prefill, decode = self._prefill[first], self._generating[then]
-        meeting = self._rendezvous(prefill)
+        meeting = self._rendezvous(prefill).fields()
         with self._prefill_router.request(first), self._in_flight(request_id, then):
             return await generate_apart(
                 self._on(prefill, token_ids, sampling, f"{request_id}.prefill", meeting),
                 self._on(decode, token_ids, sampling, request_id, meeting),
             )
 
-    def _rendezvous(self, prefill: int) -> Mapping[str, Any]:
+    def _rendezvous(self, prefill: int) -> Rendezvous:
         server = self._servers[prefill]
         assert server.spec.bootstrap_port is not None, "a prefill server has a bootstrap port"
-        return rendezvous(server.engine.url, server.spec.bootstrap_port, self._rng).fields()
+        return rendezvous(server.engine.url, server.spec.bootstrap_port, self._rng)
 
     # A server's life
 
@@ -415,7 +415,7 @@ class EngineFleet:
     async def _hand_over(self, prefill: int, decode: int) -> None:
         halves = (self._servers[prefill], self._servers[decode])
         first, then = (Half(half.name, half.engine, half.launched.log if half.launched else "") for half in halves)
-        await hand_over(first, then, self._rendezvous(prefill), self.config.start_timeout_s)
+        await hand_over(first, then, lambda: self._rendezvous(prefill), self.config.start_timeout_s)
 
     async def _join_partner(self, server: Server) -> None:
         """Have a prefill or decode server that was started again work with one of the other kind, where one serves.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -104,20 +104,25 @@ class Half:
     log: str
 
 
-async def hand_over(prefill: Half, decode: Half, meeting: Mapping[str, Any], timeout_s: float) -> None:
+async def hand_over(prefill: Half, decode: Half, meet: Callable[[], Rendezvous], timeout_s: float) -> None:
     """Have the two generate two tokens, of which one samples the first and the other the second. Either's own health
-    check says nothing of how KV caches get from the one to the other.
+    check says nothing of how KV caches get from the one to the other; nor does a request that a publication aborts,
+    after which another is sent (it waits until that server has been resumed).
 
     Raises:
         EngineError: they do not; names both and their logs.
     """
     prompt, sampling, name = [0], Sampling(temperature=0.0, max_new_tokens=2), f"start-{prefill.name}-{decode.name}"
+    reason = FinishReason.ABORT
     try:
         async with asyncio.timeout(timeout_s):
-            await generate_apart(
-                prefill.engine.generate(prompt, sampling, f"{name}.prefill", meeting),
-                decode.engine.generate(prompt, sampling, name, meeting),
-            )
+            while reason is FinishReason.ABORT:
+                meeting = meet().fields()
+                generation = await generate_apart(
+                    prefill.engine.generate(prompt, sampling, f"{name}.prefill", meeting),
+                    decode.engine.generate(prompt, sampling, name, meeting),
+                )
+                reason = generation.finish_reason
     except (EngineError, TimeoutError) as error:
         raise EngineError(
             f"{prefill.name} could not hand a prompt's KV cache over to {decode.name}: "

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from rollout.engine import launcher as launcher_module
 from rollout.engine.config import EngineConfig
 from rollout.engine.disaggregation import DisaggregationConfig, RoleConfig, transfer_problem
 from rollout.engine.fleet import EngineFleet
-from rollout.engine.pd import ROOMS, generate_apart, pairs, rendezvous
+from rollout.engine.pd import ROOMS, Half, Rendezvous, generate_apart, hand_over, pairs, rendezvous
 from rollout.engine.protocol import EngineError, EngineLost, FinishReason, Generation, Sampling
 from rollout.engine.recovery import RecoveryConfig
 from rollout.engine.sglang import SGLangEngine
@@ -91,6 +91,36 @@ def test_a_half_that_fails_ends_the_other(fails_first):
     halves = (fails, waits) if fails_first else (waits, fails)
     with pytest.raises(EngineLost, match="gone"):
         asyncio.run(asyncio.wait_for(generate_apart(*halves), 10))
+
+
+@dataclass
+class Answers:
+    """In place of a server: says one thing after another, each to a room of its own."""
+
+    outcomes: list[Generation | EngineError]
+    rooms: list[int] = field(default_factory=list)
+
+    async def generate(self, prompt, sampling, request_id, meeting) -> Generation:
+        self.rooms.append(meeting["bootstrap_room"])
+        return await after(0.0, self.outcomes.pop(0))
+
+
+def handed_over(*decoded: Generation | EngineError) -> list[int]:
+    """Rooms that a decode server was sent to until it had taken a prompt over."""
+    prefill, decode = Answers([generation(5)] * len(decoded)), Answers(list(decoded))
+    rooms = (Rendezvous("here", 1, room) for room in range(len(decoded)))
+    halves = (Half("prefill-0", prefill, "p.log"), Half("decode-1", decode, "d.log"))
+    asyncio.run(hand_over(*halves, lambda: next(rooms), 10))
+    assert prefill.rooms == decode.rooms
+    return decode.rooms
+
+
+def test_a_publication_that_aborts_the_first_request_of_a_pair_proves_nothing():
+    aborted = generation(reason=FinishReason.ABORT)
+    assert handed_over(generation(5, 6)) == [0]
+    assert handed_over(aborted, aborted, generation(5, 6)) == [0, 1, 2]
+    with pytest.raises(EngineError, match=r"prefill-0 could not .* to decode-1: gone; see p.log and d.log"):
+        handed_over(aborted, EngineLost("gone"))
 
 
 def test_the_experts_of_the_prompt_are_the_prefill_servers():
