@@ -218,7 +218,10 @@ class EngineFleet:
         """End these requests; ids that are not in flight are ignored. Behind sglang-router every server is told, since
         nobody knows which has them."""
         if self._in_front is not None:
-            await asyncio.gather(*(server.client.abort(request_ids) for server in self._servers if server.client))
+            aborts = [server.client.abort(request_ids) for server in self._servers if server.client is not None]
+            for failure in await asyncio.gather(*aborts, return_exceptions=True):
+                if isinstance(failure, BaseException) and not isinstance(failure, EngineLost):  # what is lost has none
+                    raise failure
             return
         for server in self._servers:
             mine = [request for request in request_ids if self._requests.get(request) == server.spec.index]
@@ -435,18 +438,25 @@ class EngineFleet:
                 raise
 
     async def _until_all_serve(self) -> None:
-        async with asyncio.timeout(self.config.start_timeout_s):
-            while len(self._recovery.serving) < len(self._servers):
-                self._changed.clear()
-                for index, server in enumerate(self._servers):
-                    if self._recovery.phase(index) in (Phase.DOWN, Phase.LOST):
-                        raise EngineError(
-                            f"{server.name} died while the servers started: {self._recovery.reason(index)}"
-                        )
-                await asyncio.wait_for(self._changed.wait(), self.config.start_timeout_s)
-            while self._in_front is not None and not self._in_front.complete:
-                self._changed.clear()
-                await asyncio.wait_for(self._changed.wait(), self.config.start_timeout_s)
+        """Raises:
+        EngineError: a server died, or could not join, or the router does not have them all."""
+        try:
+            async with asyncio.timeout(self.config.start_timeout_s):
+                while not self._all_serve():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError as error:
+            waited, missing = f"{self.config.start_timeout_s:g} s", self.lost or f"{ROUTER} does not list them all"
+            raise EngineError(
+                f"servers that generated did not take requests within {waited} (engine.start_timeout_s): {missing}"
+            ) from error
+
+    def _all_serve(self) -> bool:
+        for index, server in enumerate(self._servers):
+            if self._recovery.phase(index) in (Phase.DOWN, Phase.LOST):
+                raise EngineError(f"{server.name} died while the servers started: {self._recovery.reason(index)}")
+        listed = self._in_front is None or self._in_front.complete
+        return len(self._recovery.serving) == len(self._servers) and listed
 
     async def _restart(self, server: Server) -> None:
         index = server.spec.index

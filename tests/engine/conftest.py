@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,7 @@ from rl.weights.serialize import directory_shapes, make_buckets
 from rl.weights.transports import DiskTransport, TensorTransport
 from rollout.engine.config import EngineConfig
 from rollout.engine.fleet import EngineFleet
+from rollout.engine.launcher import Launched
 from rollout.engine.sglang import SGLangEngine, Timeouts
 from rollout.processes import ProcessRegistry
 
@@ -66,6 +68,20 @@ async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 10.0)
     async with asyncio.timeout(seconds):
         while not await condition():  # noqa: ASYNC110  # nothing tells us
             await asyncio.sleep(0.01)
+
+
+async def received(process: Launched) -> list[dict[str, Any]]:
+    """Bodies of the requests that a ``fake_server`` got, in their order."""
+    async with aiohttp.ClientSession() as http, http.get(process.url + "/requests") as response:
+        bodies: list[dict[str, Any]] = await response.json()
+        return bodies
+
+
+async def until_received(process: Launched, request_id: str) -> None:
+    async def there() -> bool:
+        return any(body["rid"].startswith(request_id) for body in await received(process))
+
+    await until(there, 60)
 
 
 async def until_running(engine: SGLangEngine, requests: int) -> None:

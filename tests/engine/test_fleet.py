@@ -17,7 +17,7 @@ from rollout.engine.protocol import EngineError, EngineLost, Sampling
 from rollout.engine.recovery import Phase, RecoveryConfig
 from rollout.engine.sglang_weights import PauseMode
 from rollout.processes import ProcessError, ProcessRegistry, free_port
-from tests.engine.conftest import until
+from tests.engine.conftest import until, until_received
 
 FAKE = Path(__file__).with_name("fake_server.py")
 ONE_TOKEN = Sampling(1.0, 1)
@@ -129,6 +129,18 @@ def test_a_server_that_never_generates(make_fleet, registry):
     assert registry.processes == ()
 
 
+def test_a_server_that_cannot_join_is_told(make_fleet, registry):
+    class Never:
+        async def load(self, engine):
+            await asyncio.sleep(3600)
+
+    fleet = make_fleet(start_timeout_s=6)
+    fleet.current = Never()
+    with pytest.raises(EngineError, match=r"did not take requests within 6 s .*'engine-0': 'joining'"):
+        asyncio.run(fleet.start(Path("unused")))
+    assert registry.processes == ()
+
+
 def test_a_taken_port_is_refused_before_anything_is_launched(make_fleet, tmp_path):
     taken = free_port()
     with socket.create_server(("127.0.0.1", taken + 1)):
@@ -147,7 +159,8 @@ def test_a_dead_or_hung_server_gives_up_its_requests_and_comes_back_with_the_wei
             await publish(fleet, 1)
             name, process = await server_of(fleet, "s")
             in_flight = asyncio.create_task(fleet.generate([1], ENDLESS, "r", session="s"))
-            await asyncio.sleep(0.3)
+            await until_received(process, "r")
+            await asyncio.sleep(0.3)  # some tokens
             os.kill(process.pid, how)
             with pytest.raises(EngineLost) as lost:
                 await asyncio.wait_for(in_flight, 60)

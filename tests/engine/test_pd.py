@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 
@@ -31,7 +30,7 @@ from rollout.engine.protocol import EngineError, EngineLost, FinishReason, Gener
 from rollout.engine.recovery import RecoveryConfig
 from rollout.engine.sglang import SGLangEngine
 from rollout.processes import ProcessError, ProcessRegistry, free_port
-from tests.engine.conftest import CONTEXT_LENGTH, until, until_running
+from tests.engine.conftest import CONTEXT_LENGTH, received, until, until_received, until_running
 from tests.trainer.models import MODELS, save_model
 
 FAKE = Path(__file__).with_name("fake_server.py")
@@ -167,18 +166,6 @@ def apart(monkeypatch, tmp_path):
         yield EngineFleet(config, registry, tmp_path, print)
 
 
-async def received(fleet, name):
-    async with aiohttp.ClientSession() as http, http.get(fleet.processes[name].url + "/requests") as response:
-        return await response.json()
-
-
-async def until_asked(fleet, name, requests):
-    async def asked():
-        return len(await received(fleet, name)) >= requests
-
-    await until(asked, 60)
-
-
 def test_both_servers_get_the_request_and_the_same_room(apart):
     async def run():
         await apart.start(Path("unused"))
@@ -186,7 +173,7 @@ def test_both_servers_get_the_request_and_the_same_room(apart):
             for index in range(4):
                 answer = await apart.generate([index], Sampling(1.0, 2), f"r{index}", session=f"s{index}")
                 assert answer.token_ids.tolist() == [index + 1, index + 2]
-            return {name: await received(apart, name) for name in apart.processes}
+            return {name: await received(process) for name, process in apart.processes.items()}
         finally:
             await apart.stop()
 
@@ -208,7 +195,7 @@ def test_a_prefill_server_that_dies_ends_the_request_so_that_it_can_go_to_the_ot
         await apart.start(Path("unused"))
         try:
             in_flight = asyncio.create_task(apart.generate([1], Sampling(1.0, 9000), "r", session="s"))
-            await until_asked(apart, "decode-2", 3)  # the start's two before
+            await until_received(apart.processes["decode-2"], "r")
             os.kill(apart.processes["prefill-0"].pid, signal.SIGKILL)
             with pytest.raises(EngineLost):
                 await asyncio.wait_for(in_flight, 60)

@@ -12,7 +12,6 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -26,7 +25,7 @@ from rollout.engine.recovery import Phase, RecoveryConfig
 from rollout.engine.router_settings import SGLangRouterConfig
 from rollout.engine.sglang_router import NAME, Changes, SGLangRouter, changes
 from rollout.processes import ProcessError, ProcessRegistry, free_port
-from tests.engine.conftest import CONTEXT_LENGTH, until, until_idle, until_running
+from tests.engine.conftest import CONTEXT_LENGTH, received, until, until_idle, until_running
 
 FAKE = Path(__file__).with_name("fake_server.py")
 ONE_TOKEN = Sampling(1.0, 1)
@@ -133,11 +132,9 @@ async def in_flight(fleet, request_id):
     found = []
 
     async def arrived():
-        async with aiohttp.ClientSession() as http:
-            for name, process in fleet.processes.items():
-                async with http.get(process.url + "/requests") as response:
-                    if any(body["rid"].startswith(request_id) for body in await response.json()):
-                        found.append((name, process))
+        for name, process in fleet.processes.items():
+            if any(body["rid"].startswith(request_id) for body in await received(process)):
+                found.append((name, process))
         return bool(found)
 
     await until(arrived, 60)
