@@ -24,6 +24,7 @@ async def engine_checksums(engine: WeightTarget) -> list[dict[str, str]]:
     if not able.opens_memory:
         raise EngineError(f"{engine.url} was not started with our loader, which makes the checksums")
     openings = Openings(0)
+    memory = torch.zeros(8, dtype=torch.uint8)  # kept: the first rank to close it would take it from the next
     try:
         file = openings.answer_file()
         request = Request(
@@ -32,7 +33,7 @@ async def engine_checksums(engine: WeightTarget) -> list[dict[str, str]]:
             rounds=(),
             answers=file,
             layout=NOTHING,
-            handle=memory_handle(torch.zeros(8, dtype=torch.uint8)),
+            handle=memory_handle(memory),
             keep=False,
             checksums=True,
         )

@@ -113,8 +113,12 @@ class IpcTransport:
         if self.resident:
             await self.sender.stage_weights()
             self._ids = await self.sender.memory_ids()
-            if any(await on_all(engines, self._lacks_memory)):
-                self._handles = await self.sender.memory_handles()
+            await self._ask_handles(engines)
+
+    async def _ask_handles(self, engines: Sequence[WeightTarget]) -> None:
+        """Once for all engines: the sender's ranks answer together."""
+        if not self._handles and any(await on_all(engines, self._lacks_memory)):
+            self._handles = await self.sender.memory_handles()
 
     async def load(self, engines: Sequence[WeightTarget], version: int, flush: bool) -> None:
         send = self._copy if await self._all_open(engines) else self._send
@@ -133,6 +137,7 @@ class IpcTransport:
         if not self.resident:
             await self.sender.rewind_weights()
             self._ids = await self.sender.memory_ids()
+        await self._ask_handles(engines)
         for number, of_round in enumerate(rounds):
             last = number == len(rounds) - 1
             if not self.resident:
@@ -143,18 +148,19 @@ class IpcTransport:
             await on_all(engines, functools.partial(self._take, asked, said, flush))
 
     async def _take(
-        self,
-        asked: Callable[..., Request],
-        version: int | None,
-        flush: bool,
-        engine: WeightTarget,
+        self, asked: Callable[..., Request], version: int | None, flush: bool, engine: WeightTarget
     ) -> None:
+        """One engine's part of a round.
+
+        Args:
+            asked: makes the request, from what differs between engines and ranks.
+            version: the weights', with the last round; None before.
+        """
         ranks = (await engine.abilities()).tensor_parallel
         memory_ids, layout_id = self._of_ranks(engine.url, ranks, self._ids), self.layout.checksum
         knows = self.openings.held(engine).layout_id == layout_id
         handles: Sequence[str | None] = [None] * ranks
         if await self._lacks_memory(engine):
-            self._handles = self._handles or await self.sender.memory_handles()
             handles = self._of_ranks(engine.url, ranks, self._handles)
         file = self.openings.answer_file()
         requests = [

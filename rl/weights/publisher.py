@@ -53,8 +53,9 @@ class Published:
     seconds: float
     """From the pause to the resume: the time in which no engine generates."""
     load_seconds: float
-    """Of these, loading; and below, asking every engine which version it has."""
+    """Of these, loading."""
     verify_seconds: float
+    """Of these, asking every engine which version it has."""
     nbytes: int
     """Of the tensors, for one engine."""
     attempts: int

@@ -5,6 +5,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from rl.weights.flat import memory_handle
 from rl.weights.ipc import IpcTransport, Openings
 from rl.weights.local import LocalSender
 from rl.weights.publisher import Fallback, PublishError, publish
-from rollout.engine.opened_memory import LOADER
+from rollout.engine.opened_memory import LOADER, Answer
 from rollout.engine.protocol import Sampling
 from tests.engine.test_publish import PROMPT, assert_sampled_by_its_versions
+from tests.engine.test_publish_failures import NEW, SHAPES, ScriptedEngine
 from tests.engine.test_publish_ways import BUCKET_BYTES, named
 
 DEAD_TRAINER_BYTES = 4096
@@ -115,6 +117,44 @@ def test_another_layout_is_recorded_anew(server):
     assert first.checksums == other.checksums == again.checksums
     # the third is another trainer, whose tensors lie as those of the second
     assert [first.how, other.how, again.how] == ["loader, recorded", "loader, recorded", "plan"]
+
+
+class Opens(ScriptedEngine):
+    """Says that it has copied, and keeps the memory open."""
+
+    able = replace(NEW, opens_memory=True)
+
+    async def update_weights_from_memory(self, requests, version, flush):
+        await self._called("copy")
+        with requests[0].answers.open("a") as file:
+            file.writelines(Answer(began=0, ended=0).model_dump_json() + "\n" for _ in requests)
+        self.version = self.version if version is None else version
+
+
+class Counting(LocalSender):
+    asked = 0
+
+    async def memory_handles(self):
+        self.asked += 1
+        await asyncio.sleep(0)
+        return await super().memory_handles()
+
+
+@pytest.mark.parametrize("resident_bytes", [10**9, 0], ids=["whole", "rounds"])
+def test_the_trainer_says_once_what_opens_its_memory(resident_bytes):
+    """To all engines together, and again only when one was started anew."""
+    sender = Counting([(name, torch.zeros(shape)) for name, shape in SHAPES.items()])
+    openings, asked = Openings(resident_bytes), []
+
+    async def run():
+        one, two = Opens("one"), Opens("two")
+        for version, engines in enumerate([(one, two), (one, two), (one, Opens("two"))], 1):
+            await publish(engines, IpcTransport(sender, sender.plan(16), {}, openings), version, SHAPES)
+            asked.append(sender.asked)
+
+    asyncio.run(run())
+    openings.close()
+    assert asked == [1, 1, 2]
 
 
 def hand_over(pipe):
