@@ -189,11 +189,12 @@ class EngineFleet:
     async def stop(self) -> None:
         """Stop watching, close the connections, stop the servers; may be called again."""
         self._running = False
-        tasks = [*self._tasks, *(server.watch for server in self._servers if server.watch is not None)]
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._tasks.clear()
+        for server in self._servers:
+            server.watch = None
         if self._in_front is not None:
             await self._in_front.stop()
         await asyncio.gather(*(server.end() for server in reversed(self._servers)))

@@ -28,8 +28,6 @@ ERROR_CHARACTERS = 2000
 CHUNK = 2**22
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their size in bytes."""
-
-
 Rounds = tuple[int, ...]
 
 
