@@ -177,7 +177,7 @@ def test_the_memory_of_a_dead_trainer_is_refused_and_the_server_lives(server):
     ours, theirs = context.Pipe()
     process = context.Process(target=hand_over, args=(theirs,))
     process.start()
-    assert ours.poll(60)
+    assert ours.poll(200)  # it imports what we have, on a busy machine
     sender = Dead([])
     sender.handle = ours.recv()
     os.kill(process.pid, signal.SIGKILL)
