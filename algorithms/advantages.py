@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-import torch
+import numpy as np
 from jaxtyping import Bool, Float64, Int
-from torch import Tensor
 
+from algorithms.host import sums
 from algorithms.metrics import Max, Mean, Metric, Std
-from algorithms.packed import group_sums
 
 
 class Baseline(StrEnum):
@@ -19,54 +18,52 @@ class Baseline(StrEnum):
 
 
 def group_advantages(
-    reward: Float64[Tensor, " rollouts"],
-    group: Int[Tensor, " rollouts"],
-    valid: Bool[Tensor, " rollouts"],
-    repeated: Bool[Tensor, " rollouts"] | None = None,
+    reward: Float64[np.ndarray, " rollouts"],
+    group: Int[np.ndarray, " rollouts"],
+    valid: Bool[np.ndarray, " rollouts"],
+    repeated: Bool[np.ndarray, " rollouts"] | None = None,
     *,
     baseline: Baseline = Baseline.MEAN,
     normalize_std: bool,
     unbiased_std: bool = True,
     std_epsilon: float = 1e-6,
-) -> Float64[Tensor, " rollouts"]:
+) -> Float64[np.ndarray, " rollouts"]:
     """Â_i = (R_i − mean R) [/ (std R + ε)] over the valid rollouts of i's group, copies left out. 0 if there is none.
 
     In float64 and from deviations: E[x²]−E[x]² in float32 loses rewards that differ in the fifth digit.
     """
-    group = group.long()
     counts = valid if repeated is None else valid & ~repeated
-    size = group_sums(counts.double(), group)
+    size = sums(counts, group)
     # Shifted by one of the group's own rewards, so that equal rewards deviate by exactly 0.
-    largest = torch.full_like(size, -torch.inf).scatter_reduce_(
-        0, group, torch.where(counts, reward, -torch.inf), "amax"
-    )
-    compared = valid & (size[group] > 0)
-    shifted = torch.where(compared, reward - largest[group], 0.0)
-    mean = group_sums(shifted * counts, group) / size.clamp(min=1)
-    deviation = torch.where(compared, shifted - mean[group], 0.0)
+    largest = np.full(len(size), -np.inf)
+    np.maximum.at(largest, group, np.where(counts, reward, -np.inf))
+    compared = valid & (size > 0)[group]
+    shifted = np.where(compared, reward - largest[group], 0.0)
+    mean = sums(shifted * counts, group) / np.maximum(size, 1)
+    deviation = np.where(compared, shifted - mean[group], 0.0)
     advantage = deviation
     if baseline == Baseline.LEAVE_ONE_OUT:  # R_i − mean of the others = (R_i − mean)·G/(G−1)
-        advantage = advantage * (size / (size - 1).clamp(min=1))[group]
+        advantage = advantage * (size / np.maximum(size - 1, 1))[group]
     if normalize_std:
-        squares = group_sums(deviation.square() * counts, group)
-        std = (squares / (size - int(unbiased_std)).clamp(min=1)).sqrt()
+        squares = sums(np.square(deviation) * counts, group)
+        std = np.sqrt(squares / np.maximum(size - unbiased_std, 1))
         advantage = advantage / (std + std_epsilon)[group]
     return advantage
 
 
 def overlong_penalty(
-    length: Float64[Tensor, " rollouts"], max_length: int, buffer: int
-) -> Float64[Tensor, " rollouts"]:
+    length: Float64[np.ndarray, " rollouts"], max_length: int, buffer: int
+) -> Float64[np.ndarray, " rollouts"]:
     """0 up to ``max_length − buffer`` tokens, then falling linearly to −1 (DAPO, arXiv 2503.14476 Eq. 13)."""
-    return ((max_length - buffer - length) / buffer).clamp(-1, 0)
+    return np.clip((max_length - buffer - length) / buffer, -1, 0)
 
 
-def moments(advantages: Float64[Tensor, " n"]) -> Mapping[str, Metric]:
+def moments(advantages: Float64[np.ndarray, " n"]) -> Mapping[str, Metric]:
     """Mean, standard deviation and largest size."""
-    x = advantages
-    mean = float(x.mean()) if len(x) else 0.0
+    count, total = len(advantages), float(advantages.sum())
+    mean = total / max(count, 1)
     return {
-        "advantage/mean": Mean(float(x.sum()), len(x)),
-        "advantage/std": Std(len(x), mean, float((x - mean).square().sum())),
-        "advantage/max_abs": Max(float(x.abs().max()) if len(x) else None),
+        "advantage/mean": Mean(total, count),
+        "advantage/std": Std(count, mean, float(np.square(advantages - mean).sum())),
+        "advantage/max_abs": Max(float(np.abs(advantages).max()) if count else None),
     }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+import numpy as np
 import torch
 from jaxtyping import Float32, Float64
 from torch import Tensor
 
 from algorithms.filters import Trained
-from algorithms.packed import group_sums, mask_, rollout_sums, spread
+from algorithms.host import mask_, spread, sums
 from algorithms.types import RolloutBatch
 
 
@@ -24,19 +25,19 @@ def token_weights(batch: RolloutBatch, trained: Trained, aggregation: Aggregatio
     |y_i| and G count what is trained on: the tokens of all samples of rollout i, and the rollouts with such a token.
     """
     if aggregation == Aggregation.TOKEN_MEAN:
-        per_sample = torch.ones_like(trained.count) / trained.count.sum().clamp(min=1)
+        per_sample = np.full(batch.samples, 1 / max(trained.count.sum(), 1))
     else:
-        rollout, group = batch.rollout.long(), batch.group.long()
-        length = rollout_sums(trained.count, rollout, batch.rollouts)
-        size = group_sums((length > 0).double(), group)
-        prompts = (size > 0).sum()
-        per_sample = 1 / (prompts * size[group] * length).clamp(min=1)[rollout]
+        rollout, group = batch.rollout.numpy(), batch.group.numpy()
+        length = sums(trained.count, rollout, batch.rollouts)
+        size = sums(length > 0, group)
+        prompts = np.count_nonzero(size)
+        per_sample = (1 / np.maximum(prompts * size[group] * length, 1))[rollout]
     return spread_over_trained(per_sample, batch, trained)
 
 
 def spread_over_trained(
-    per_sample: Float64[Tensor, " samples"], batch: RolloutBatch, trained: Trained
+    per_sample: Float64[np.ndarray, " samples"], batch: RolloutBatch, trained: Trained
 ) -> Float32[Tensor, " tokens"]:
     """A sample's value at its trained tokens, 0 at all others."""
-    values = torch.where(trained.count > 0, per_sample, 0.0).to(torch.float32)
-    return mask_(spread(values, batch.cu_seqlens), trained.mask)
+    values = np.where(trained.count > 0, per_sample, 0.0).astype(np.float32)
+    return torch.from_numpy(mask_(spread(values, batch.cu_seqlens.numpy()), trained.mask))

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float64, Int
 from torch import Tensor
 
+from algorithms.host import sample_counts, sums
 from algorithms.metrics import Metric, Sum
-from algorithms.packed import rollout_sums, sample_sums
 from algorithms.types import GroupDecision, GroupVerdict, RolloutBatch
 
 
@@ -23,20 +24,18 @@ class Stale(StrEnum):
 
 
 def stale_tokens(
-    versions: Int[Tensor, " tokens"], action_mask: Bool[Tensor, " tokens"], current_version: int, max_staleness: int
-) -> Bool[Tensor, " tokens"]:
-    """Action tokens that lag by more than ``max_staleness`` versions; works on NumPy arrays too."""
+    versions: Int[np.ndarray, " tokens"],
+    action_mask: Bool[np.ndarray, " tokens"],
+    current_version: int,
+    max_staleness: int,
+) -> Bool[np.ndarray, " tokens"]:
+    """Action tokens that lag by more than ``max_staleness`` versions."""
     return action_mask & (versions < current_version - max_staleness)
 
 
-def oldest_version(versions: Int[Tensor, " tokens"]) -> int:
+def oldest_version(versions: Int[np.ndarray, " tokens"]) -> int:
     """Of the action tokens; all others have −1, which is the largest number when it is read as unsigned."""
-    if not len(versions):
-        return 0
-    if versions.device.type != "cpu":
-        return int(torch.where(versions < 0, torch.iinfo(versions.dtype).max, versions).min())
-    array = versions.numpy()
-    return int(array.view(f"u{array.itemsize}").min())
+    return int(versions.view(f"u{versions.itemsize}").min()) if len(versions) else 0
 
 
 def decide_group(
@@ -61,37 +60,40 @@ def decide_group(
 class Trained:
     """The tokens that are trained on, and how many rollouts are not, by reason."""
 
-    mask: Bool[Tensor, " tokens"]
+    mask: Bool[np.ndarray, " tokens"]
     """Tokens that may train, if their sample does."""
-    count: Float64[Tensor, " samples"]
+    count: Float64[np.ndarray, " samples"]
     """Trained tokens of each sample: 0 where its rollout is left out."""
-    action_count: Float64[Tensor, " samples"]
+    action_count: Float64[np.ndarray, " samples"]
     metrics: Mapping[str, Metric]
 
 
 def trained_tokens(batch: RolloutBatch, *, mask_truncated: bool, max_staleness: int | None, stale: Stale) -> Trained:
     """Action tokens of rollouts that are valid and not dropped, truncated (when masked) or stale."""
-    mask, rollout = batch.action_mask, batch.rollout.long()
-    dropped = batch.dropped
-    stale_count = torch.zeros(batch.rollouts, dtype=torch.float64, device=mask.device)
-    action_count = count = sample_sums(mask, batch.cu_seqlens)
-    if max_staleness is not None and oldest_version(batch.weight_versions) < batch.current_version - max_staleness:
-        late = stale_tokens(batch.weight_versions, mask, batch.current_version, max_staleness)
-        late_count = sample_sums(late, batch.cu_seqlens)
-        stale_count = rollout_sums(late_count, rollout, batch.rollouts)
+    mask, rollout, edges = batch.action_mask.numpy(), batch.rollout.numpy(), batch.cu_seqlens.numpy()
+    valid, dropped, versions = batch.valid.numpy(), batch.dropped.numpy(), batch.weight_versions.numpy()
+    stale_count = np.zeros(batch.rollouts)
+    action_count = count = sample_counts(mask, edges)
+    if max_staleness is not None and oldest_version(versions) < batch.current_version - max_staleness:
+        late = stale_tokens(versions, mask, batch.current_version, max_staleness)
+        late_count = sample_counts(late, edges)
+        stale_count = sums(late_count, rollout, batch.rollouts)
         if stale == Stale.DROP:
             dropped = dropped | (stale_count > 0)
         else:
             mask, count = mask & ~late, count - late_count
-    truncated = batch.truncated if mask_truncated else torch.zeros_like(batch.truncated)
-    keep = batch.valid & ~dropped & ~truncated
+    live = valid & ~dropped
+    truncated = batch.truncated.numpy() & mask_truncated
+    keep = live & ~truncated
     count = count * keep[rollout]
     reasons = {
-        "environment": ~batch.valid,
-        "stale": batch.valid & dropped,
-        "truncated": batch.valid & ~dropped & truncated,
-        "no_action": keep & (rollout_sums(count, rollout, batch.rollouts) == 0),
+        "environment": ~valid,
+        "stale": valid & dropped,
+        "truncated": live & truncated,
+        "no_action": keep & (sums(count, rollout, batch.rollouts) == 0),
     }
-    metrics: dict[str, Metric] = {f"dropped/{reason}": Sum(float(which.sum())) for reason, which in reasons.items()}
+    metrics: dict[str, Metric] = {
+        f"dropped/{reason}": Sum(float(np.count_nonzero(which))) for reason, which in reasons.items()
+    }
     metrics["dropped/stale_tokens"] = Sum(float(stale_count.sum()))
     return Trained(mask, count, action_count, metrics)

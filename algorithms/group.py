@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, Self, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float64
 from pydantic import Field, model_validator
@@ -13,8 +14,8 @@ from algorithms import filters
 from algorithms.advantages import Baseline, group_advantages, moments, overlong_penalty
 from algorithms.aggregation import Aggregation, token_weights
 from algorithms.filters import Stale, trained_tokens
+from algorithms.host import spread, sums
 from algorithms.kl import KLEstimator, reference_kl
-from algorithms.packed import rollout_sums, sample_sums, spread
 from algorithms.rollout_distribution import SampledConfig, distribution_metrics
 from algorithms.tokens import TokenLoss, needed, token_loss
 from algorithms.types import (
@@ -93,27 +94,28 @@ class GroupAlgorithm(Algorithm, Generic[C]):
         return filters.decide_group(rewards, valid, filter_zero_variance=self.config.filter_zero_variance)
 
     def prepare(self, batch: RolloutBatch) -> Targets:
-        config, rollout = self.config, batch.rollout.long()
+        config, rollout = self.config, batch.rollout.numpy()
         trained = trained_tokens(
             batch, mask_truncated=config.mask_truncated, max_staleness=config.max_staleness, stale=config.stale
         )
-        reward = batch.reward
+        reward = batch.reward.numpy()
         if config.overlong_buffer and config.overlong_length:
-            length = rollout_sums(sample_sums(batch.action_mask, batch.cu_seqlens), rollout, batch.rollouts)
+            length = sums(trained.action_count, rollout, batch.rollouts)
             reward = reward + overlong_penalty(length, config.overlong_length, config.overlong_buffer)
         per_rollout = group_advantages(
             reward,
-            batch.group,
-            batch.valid,
-            batch.repeated,
+            batch.group.numpy(),
+            batch.valid.numpy(),
+            None if batch.repeated is None else batch.repeated.numpy(),
             baseline=config.baseline,
             normalize_std=config.normalize_std,
             unbiased_std=config.unbiased_std,
             std_epsilon=config.std_epsilon,
         )
-        trains = rollout_sums(trained.count, rollout, batch.rollouts) > 0
+        trains = sums(trained.count, rollout, batch.rollouts) > 0
+        advantages = spread(per_rollout[rollout].astype(np.float32), batch.cu_seqlens.numpy())
         return Targets(
-            advantages=spread(per_rollout[rollout].to(torch.float32), batch.cu_seqlens),
+            advantages=torch.from_numpy(advantages),
             weights=token_weights(batch, trained, config.aggregation),
             metrics={**trained.metrics, **moments(per_rollout[trains]), **distribution_metrics(batch, config)},
         )

@@ -35,18 +35,11 @@ def sample_sums(x: Shaped[Tensor, " tokens"], cu_seqlens: Int[Tensor, " samples+
     One pass: sums of blocks, their running total in float64, and at each sample's edges the part of a block before it.
     """
     edge = cu_seqlens.to(x.device, torch.int64)
-    before_block = torch.cat([torch.zeros(1, device=x.device), _block_sums(x)]).cumsum(0, dtype=torch.float64)
+    block_sums = x[: len(x) // BLOCK * BLOCK].view(-1, BLOCK).sum(1)  # of whole blocks only, in the tokens' own type
+    before_block = torch.cat([torch.zeros(1, device=x.device), block_sums]).cumsum(0, dtype=torch.float64)
     inside = (edge // BLOCK * BLOCK)[:, None] + torch.arange(BLOCK, device=x.device)
     within = x[inside.clamp(max=max(len(x) - 1, 0))] if len(x) else x.new_zeros(inside.shape)
     return (before_block[edge // BLOCK] + (within * (inside < edge[:, None])).sum(1, dtype=torch.float64)).diff()
-
-
-def _block_sums(x: Shaped[Tensor, " tokens"]) -> Shaped[Tensor, " blocks"]:
-    """In the tokens' own type, of whole blocks only. Bools are added eight at a time: no byte of the sums overflows."""
-    blocks = x[: len(x) // BLOCK * BLOCK].view(-1, BLOCK)
-    if x.dtype == torch.bool:
-        return blocks.view(torch.int64).sum(1).view(torch.uint8).view(-1, 8).sum(1)
-    return blocks.sum(1)
 
 
 def indicator(x: Float32[Tensor, " n"]) -> Float32[Tensor, " n"]:
@@ -62,26 +55,7 @@ def spread(x: Shaped[Tensor, " samples"], cu_seqlens: Int[Tensor, " samples+1"])
     return torch.repeat_interleave(x, lengths.to(x.device))
 
 
-def mask_(x: Float32[Tensor, " tokens"], mask: Bool[Tensor, " tokens"]) -> Float32[Tensor, " tokens"]:
-    """x times mask, in place."""
-    if x.device.type == "cpu":  # several times faster than torch's product of float and bool
-        np.multiply(x.numpy(), mask.numpy(), out=x.numpy())
-        return x
-    return x.mul_(mask)
-
-
 def nonzero(mask: Bool[Tensor, " tokens"]) -> Int64[Tensor, " chosen"]:
     if mask.device.type == "cpu":  # four times faster than torch's
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
     return mask.nonzero().flatten()
-
-
-def rollout_sums(
-    x: Float64[Tensor, " samples"], rollout: Int[Tensor, " samples"], rollouts: int
-) -> Float64[Tensor, " rollouts"]:
-    return torch.zeros(rollouts, dtype=torch.float64, device=x.device).index_add_(0, rollout.long(), x)
-
-
-def group_sums(x: Float64[Tensor, " rollouts"], group: Int[Tensor, " rollouts"]) -> Float64[Tensor, " groups"]:
-    groups = int(group.max()) + 1 if len(group) else 0
-    return torch.zeros(groups, dtype=torch.float64, device=x.device).index_add_(0, group.long(), x)

@@ -11,6 +11,7 @@ seen the observation. They are taken before the update's value steps. Observatio
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from jaxtyping import Float32, Float64, Int
 from pydantic import Field
@@ -19,7 +20,7 @@ from torch import Tensor
 from algorithms.aggregation import Aggregation, token_weights
 from algorithms.filters import Stale, Trained, trained_tokens
 from algorithms.gae import skip_observation_gae
-from algorithms.packed import rollout_sums, spread
+from algorithms.host import spread, sums
 from algorithms.ratios import double_sided
 from algorithms.rollout_distribution import SampledConfig, distribution_metrics
 from algorithms.tokens import TokenLoss, needed, token_loss
@@ -69,17 +70,18 @@ class SAO(Algorithm):
         self.needs = self.needs | config.top_k_needs()
 
     def prepare(self, batch: RolloutBatch) -> Targets:
-        config, rollout = self.config, batch.rollout.long()
+        config, rollout = self.config, batch.rollout.numpy()
         trained = trained_tokens(
             batch, mask_truncated=config.mask_truncated, max_staleness=config.max_staleness, stale=config.stale
         )
         values = needed(Need.VALUES, batch.values)
-        reward = torch.where(batch.valid, batch.reward, 0.0)[rollout]
-        after = tokens_after(trained.action_count, rollout, batch.segment)
-        lam = self._lambda(rollout_sums(trained.action_count, rollout, batch.rollouts))[rollout]
-        advantages = skip_observation_gae(values, batch.action_mask, batch.cu_seqlens, reward, config.gamma, lam)
-        if bool(after.any()):
-            advantages *= spread(((config.gamma * lam) ** after).to(values.dtype), batch.cu_seqlens)
+        reward = np.where(batch.valid.numpy(), batch.reward.numpy(), 0.0)[rollout]
+        after = tokens_after(trained.action_count, rollout, batch.segment.numpy())
+        lam = self._lambda(sums(trained.action_count, rollout, batch.rollouts))[rollout]
+        advantages = self._gae(batch, values, reward, lam)
+        if after.any():
+            later = ((config.gamma * lam) ** after).astype(np.float32)
+            advantages *= torch.from_numpy(spread(later, batch.cu_seqlens.numpy()))
         returns = self._returns(batch, values, reward * config.gamma**after)
         if config.whiten:
             advantages = whitened(advantages, trained, batch)
@@ -96,39 +98,47 @@ class SAO(Algorithm):
         token = double_sided(t, self.config.epsilon_low, self.config.epsilon_high)
         return token.marked(lambda: {"advantage/mean": t.advantages, "advantage/mean_square": t.advantages.square()})
 
-    def _lambda(self, length: Float64[Tensor, " rollouts"]) -> Float64[Tensor, " rollouts"]:
+    def _lambda(self, length: Float64[np.ndarray, " rollouts"]) -> Float64[np.ndarray, " rollouts"]:
         if self.config.lambda_policy is not None:
-            return torch.full_like(length, self.config.lambda_policy)
-        return 1 - 1 / (self.config.lambda_alpha * length.clamp(min=1))
+            return np.full(len(length), self.config.lambda_policy)
+        return 1 - 1 / (self.config.lambda_alpha * np.maximum(length, 1))
 
     def _returns(
-        self, batch: RolloutBatch, values: Float32[Tensor, " tokens"], reward: Float64[Tensor, " samples"]
+        self, batch: RolloutBatch, values: Float32[Tensor, " tokens"], reward: Float64[np.ndarray, " samples"]
     ) -> Float32[Tensor, " tokens"]:
         if self.config.gamma == 1 and self.config.lambda_critic == 1:
-            return spread(reward.to(values.dtype), batch.cu_seqlens)
-        lam = torch.full_like(reward, self.config.lambda_critic)
-        return values + skip_observation_gae(
-            values, batch.action_mask, batch.cu_seqlens, reward, self.config.gamma, lam
+            return torch.from_numpy(spread(reward.astype(np.float32), batch.cu_seqlens.numpy()))
+        return values + self._gae(batch, values, reward, np.full(len(reward), self.config.lambda_critic))
+
+    def _gae(
+        self,
+        batch: RolloutBatch,
+        values: Float32[Tensor, " tokens"],
+        reward: Float64[np.ndarray, " samples"],
+        lam: Float64[np.ndarray, " samples"],
+    ) -> Float32[Tensor, " tokens"]:
+        terminal = torch.from_numpy(reward)
+        return skip_observation_gae(
+            values, batch.action_mask, batch.cu_seqlens, terminal, self.config.gamma, torch.from_numpy(lam)
         )
 
 
 def tokens_after(
-    count: Float64[Tensor, " samples"], rollout: Int[Tensor, " samples"], segment: Int[Tensor, " samples"]
-) -> Float64[Tensor, " samples"]:
+    count: Float64[np.ndarray, " samples"], rollout: Int[np.ndarray, " samples"], segment: Int[np.ndarray, " samples"]
+) -> Float64[np.ndarray, " samples"]:
     """Action tokens in later segments of the same rollout."""
-    order = torch.argsort(rollout * (int(segment.max()) + 1 if len(segment) else 1) + segment)
-    through = torch.empty_like(count)
-    through[order] = count[order].cumsum(0)
-    rollouts = int(rollout.max()) + 1 if len(rollout) else 0
-    return rollout_sums(count, rollout, rollouts).cumsum(0)[rollout] - through
+    order = np.lexsort((segment, rollout))
+    through = np.empty_like(count)
+    through[order] = count[order].cumsum()
+    return sums(count, rollout).cumsum()[rollout] - through
 
 
 def whitened(
     advantages: Float32[Tensor, " tokens"], trained: Trained, batch: RolloutBatch
 ) -> Float32[Tensor, " tokens"]:
     """Mean 0 and deviation 1 over the batch's trained tokens, in float64."""
-    chosen = spread(trained.count > 0, batch.cu_seqlens) & trained.mask
-    x = advantages[chosen].double()
+    chosen = spread(trained.count > 0, batch.cu_seqlens.numpy()) & trained.mask
+    x = advantages[torch.from_numpy(chosen)].double()
     if len(x) < 2:
         return advantages
     return ((advantages - x.mean()) / (x.std() + 1e-8)).to(advantages.dtype)

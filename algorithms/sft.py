@@ -7,6 +7,7 @@ Needs nothing beside the tokens.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from algorithms.aggregation import spread_over_trained
@@ -26,12 +27,12 @@ class SFT(Algorithm):
 
     def prepare(self, batch: RolloutBatch) -> Targets:
         trained = trained_tokens(batch, mask_truncated=False, max_staleness=None, stale=Stale.DROP)
-        weight = (batch.reward if self.config.weight_by_reward else torch.ones_like(batch.reward))[batch.rollout.long()]
-        weight = torch.where(trained.count > 0, weight, 0.0)
-        if bool((weight < 0).any()):
+        reward = batch.reward.numpy() if self.config.weight_by_reward else np.ones(batch.rollouts)
+        weight = np.where(trained.count > 0, reward[batch.rollout.numpy()], 0.0)
+        if (weight < 0).any():
             raise ValueError("algorithm.weight_by_reward: a sample has a negative reward, it cannot be its weight")
         total = (weight * trained.count).sum()
-        weights = spread_over_trained(weight / torch.where(total > 0, total, 1.0), batch, trained)
+        weights = spread_over_trained(weight / (total if total > 0 else 1.0), batch, trained)
         return Targets(torch.ones_like(weights), weights, metrics=trained.metrics)
 
     def loss(self, inputs: LossInputs) -> LossOutput:

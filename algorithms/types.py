@@ -18,11 +18,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from algorithms.host import spread
 from algorithms.metrics import Metrics
 
 
@@ -40,7 +42,7 @@ class Need(StrEnum):
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """One update's samples (the whole global batch), all constant in θ."""
+    """One update's samples (the whole global batch), all constant in θ; on the CPU."""
 
     cu_seqlens: Int[Tensor, " samples+1"]
     action_mask: Bool[Tensor, " tokens"]
@@ -83,7 +85,7 @@ class RolloutBatch:
         return self.cu_seqlens.diff()
 
     def sample_of_token(self) -> Int[Tensor, " tokens"]:
-        return torch.repeat_interleave(torch.arange(self.samples), self.lengths())
+        return torch.from_numpy(spread(np.arange(self.samples), self.cu_seqlens.numpy()))
 
 
 @dataclass(frozen=True)

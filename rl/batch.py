@@ -6,14 +6,15 @@ import heapq
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float32, Int
+from jaxtyping import Bool, Float32, Float64, Int, Int64
 from torch import Tensor
 
 from algorithms.types import LossInputs, RolloutBatch, Targets
-from rollout.trajectory import NOT_RECORDED, Trajectory
+from rollout.trajectory import NO_VERSION, NOT_RECORDED, Trajectory
 
 RolloutKey = tuple[int, int]
 """``(group_id, sample_id)`` of a rollout."""
@@ -63,51 +64,89 @@ def build_batch(
     """
     if not trajectories:
         raise ValueError("an update needs at least one trajectory")
-    segments = np.array([(t.group_id, t.sample_id, t.segment) for t in trajectories], dtype=np.int64)
+    ids = np.array([(t.group_id, t.sample_id, t.segment) for t in trajectories], dtype=np.int64)
     rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
-    keys, first, rollout_of = np.unique(segments[:, :2], axis=0, return_index=True, return_inverse=True)
-    rollout_of = rollout_of.reshape(-1)
-    _check(trajectories, segments, rewards, rewards[first][rollout_of], current_version)
-    known = {(int(group), int(sample)): index for index, (group, sample) in enumerate(keys)}
+    temperature = np.array([t.temperature for t in trajectories])
+    versions = np.concatenate([t.weight_versions for t in trajectories])
+    rollouts = _Rollouts.of(ids)
+    _check(trajectories, ids, rewards, rollouts, versions, temperature, current_version)
+    known = {key: index for index, key in enumerate(map(tuple, rollouts.keys.tolist()))}
     unknown = sorted(set(dropped) - known.keys())
     if unknown:
         raise ValueError(f"dropped names rollouts (group_id, sample_id) that are not in the batch: {unknown}")
 
-    dropped_mask = np.zeros(len(keys), dtype=bool)
+    dropped_mask = np.zeros(len(known), dtype=bool)
     dropped_mask[[known[key] for key in dropped]] = True
-    valid = np.ones(len(keys), dtype=bool)
-    np.logical_and.at(valid, rollout_of, np.array([t.valid for t in trajectories]))
-    by_segment = np.lexsort((segments[:, 2], rollout_of))
-    repeated = np.array([t.repeated for t in trajectories])[first]
-    truncated = np.zeros(len(keys), dtype=bool)
-    # Assignment in order of the segments: the last one stays.
-    truncated[rollout_of[by_segment]] = np.array([t.truncated for t in trajectories])[by_segment]
-    lengths = np.array([len(t) for t in trajectories], dtype=np.int64)
+    valid = np.array([t.valid for t in trajectories])
+    truncated = np.array([t.truncated for t in trajectories])
+    repeated = np.array([t.repeated for t in trajectories])
     batch = RolloutBatch(
-        cu_seqlens=torch.from_numpy(np.concatenate([[0], lengths.cumsum()])),
+        cu_seqlens=torch.from_numpy(np.array([0, *accumulate(map(len, trajectories))])),
         action_mask=_joined([t.action_mask for t in trajectories]),
         rollout_logprobs=_joined([t.rollout_logprobs for t in trajectories]),
-        weight_versions=_joined([t.weight_versions for t in trajectories]),
+        weight_versions=torch.from_numpy(versions),
         current_version=current_version,
-        rollout=torch.from_numpy(rollout_of),
-        segment=torch.from_numpy(segments[:, 2].copy()),
-        group=torch.from_numpy(np.unique(keys[:, 0], return_inverse=True)[1].reshape(-1)),
-        reward=torch.from_numpy(rewards[first]),
-        valid=torch.from_numpy(valid),
-        truncated=torch.from_numpy(truncated),
+        rollout=torch.from_numpy(rollouts.index),
+        segment=torch.from_numpy(ids[:, 2].copy()),
+        group=torch.from_numpy(_ranks(rollouts.keys[:, 0])),
+        reward=torch.from_numpy(rewards[rollouts.first]),
+        valid=torch.from_numpy(np.logical_and.reduceat(valid[rollouts.by_segment], rollouts.begins)),
+        truncated=torch.from_numpy(truncated[rollouts.last]),
         dropped=torch.from_numpy(dropped_mask),
-        repeated=torch.from_numpy(repeated),
+        repeated=torch.from_numpy(repeated[rollouts.first]),
         top_ids=_optional(trajectories, "top_ids", np.int32(NOT_RECORDED)),
         top_logprobs=_optional(trajectories, "top_logprobs", np.float32(0)),
     )
-    temperature = torch.tensor([t.temperature for t in trajectories], dtype=torch.float32)
     return TrainBatch(
         _joined([t.token_ids for t in trajectories]),
-        temperature,
+        torch.from_numpy(temperature.astype(np.float32)),
         batch,
         batch.action_mask,
         _optional(trajectories, "routed_experts", np.int32(NOT_RECORDED)),
     )
+
+
+@dataclass(frozen=True)
+class _Rollouts:
+    """Which trajectories are the segments of one rollout; rollouts in the order of their keys."""
+
+    keys: Int64[np.ndarray, "rollouts 2"]
+    index: Int64[np.ndarray, " samples"]
+    """Of each trajectory's rollout."""
+    by_segment: Int64[np.ndarray, " samples"]
+    """Trajectories by rollout, then by segment."""
+    begins: Int64[np.ndarray, " rollouts"]
+    """Where each rollout begins in ``by_segment``."""
+    first: Int64[np.ndarray, " rollouts"]
+    """Each rollout's first trajectory as they were given."""
+    last: Int64[np.ndarray, " rollouts"]
+    """The trajectory of its last segment."""
+
+    @staticmethod
+    def of(ids: Int64[np.ndarray, "samples 3"]) -> _Rollouts:
+        """From ``(group_id, sample_id, segment)`` of each trajectory.
+
+        Raises:
+            ValueError: one of them comes more than once.
+        """
+        by_segment = np.lexsort(ids.T[::-1])
+        ordered = ids[by_segment]
+        changed = ordered[1:] != ordered[:-1]
+        new = changed[:, 0] | changed[:, 1]
+        repeated = np.flatnonzero(~new & ~changed[:, 2])
+        if len(repeated):
+            segment = tuple(ordered[repeated[0]].tolist())
+            raise ValueError(f"(group_id, sample_id, segment) = {segment} comes more than once")
+        begins = np.flatnonzero(np.concatenate([[True], new]))
+        index = np.empty(len(ids), dtype=np.int64)
+        index[by_segment] = np.concatenate([[0], new.cumsum()])
+        last = by_segment[np.append(begins[1:], len(ids)) - 1]
+        return _Rollouts(ordered[begins, :2], index, by_segment, begins, np.minimum.reduceat(by_segment, begins), last)
+
+
+def _ranks(ascending: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+    """0 for the smallest number, 1 for the next, …"""
+    return np.concatenate([[0], (ascending[1:] != ascending[:-1]).cumsum()])
 
 
 def _optional(trajectories: Sequence[Trajectory], name: str, unrecorded: np.generic) -> Tensor | None:
@@ -136,25 +175,25 @@ def _joined(arrays: list[np.ndarray]) -> Tensor:
 
 def _check(
     trajectories: Sequence[Trajectory],
-    segments: np.ndarray,
-    rewards: np.ndarray,
-    rollout_rewards: np.ndarray,
+    ids: Int64[np.ndarray, "samples 3"],
+    rewards: Float64[np.ndarray, " samples"],
+    rollouts: _Rollouts,
+    versions: Int[np.ndarray, " tokens"],
+    temperature: Float64[np.ndarray, " samples"],
     current_version: int,
 ) -> None:
-    unique, counts = np.unique(segments, axis=0, return_counts=True)
-    if (counts > 1).any():
-        repeated = tuple(int(x) for x in unique[counts > 1][0])
-        raise ValueError(f"(group_id, sample_id, segment) = {repeated} comes more than once")
-    different = ~((rewards == rollout_rewards) | (np.isnan(rewards) & np.isnan(rollout_rewards)))
+    expected = rewards[rollouts.first][rollouts.index]
+    different = ~((rewards == expected) | (np.isnan(rewards) & np.isnan(expected)))
     if different.any():
-        group, sample, _ = segments[different][0]
+        group, sample, _ = ids[different][0]
         raise ValueError(f"the segments of rollout {sample} of group {group} have different rewards")
-    newest = max((int(t.weight_versions.max()) for t in trajectories if len(t)), default=current_version)
+    newest = int(versions.max(initial=NO_VERSION))
     if newest > current_version:
         raise ValueError(f"a token was sampled by version {newest}, newer than the current version {current_version}")
-    cold = next((t for t in trajectories if t.temperature <= 0), None)
-    if cold is not None:
-        raise ValueError(f"trajectory {cold.task}/{cold.prompt_id}: temperature {cold.temperature} must be above 0")
+    cold = np.flatnonzero(temperature <= 0)
+    if len(cold):
+        t = trajectories[cold[0]]
+        raise ValueError(f"trajectory {t.task}/{t.prompt_id}: temperature {t.temperature} must be above 0")
 
 
 def sample_cost(length: int, balance_length: float) -> float:
@@ -256,15 +295,20 @@ def _split_largest(bins: list[list[int]], costs: Sequence[float], count: int) ->
 
 def take_samples(batch: TrainBatch, samples: Sequence[int]) -> SampleTokens:
     """The tokens of some samples, packed in the given order (which may be empty)."""
-    chosen = torch.tensor(samples, dtype=torch.long)
-    starts = batch.rollout.cu_seqlens[:-1][chosen]
-    lengths = batch.rollout.lengths()[chosen]
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
-    shift = torch.repeat_interleave(starts - cu_seqlens[:-1], lengths)
-    index = torch.arange(int(cu_seqlens[-1])) + shift
-    routed = None if batch.routed_experts is None else batch.routed_experts[index]
+    edges = batch.rollout.cu_seqlens.tolist()
+    spans = [slice(edges[sample], edges[sample + 1]) for sample in samples]
+
+    def taken(x: Tensor) -> Tensor:
+        array = x.numpy()
+        return _joined([array[span] for span in spans] or [array[:0]])
+
     return SampleTokens(
-        batch.token_ids[index], cu_seqlens, batch.temperature[chosen], index, batch.scored[index], routed
+        taken(batch.token_ids),
+        torch.from_numpy(np.array([0, *accumulate(span.stop - span.start for span in spans)])),
+        torch.from_numpy(batch.temperature.numpy()[list(samples)]),
+        _joined([np.arange(span.start, span.stop) for span in spans] or [np.arange(0)]),
+        taken(batch.scored),
+        None if batch.routed_experts is None else taken(batch.routed_experts),
     )
 
 
@@ -290,8 +334,10 @@ class LossConstants:
             "teacher_logprobs": batch.teacher_logprobs,
         }
         present = {name: row for name, row in rows.items() if row is not None}
-        own = batch.action_mask & (batch.weight_versions == batch.current_version)
-        return LossConstants(torch.stack(list(present.values())), tuple(present), torch.stack([batch.action_mask, own]))
+        action_mask = batch.action_mask.numpy()
+        own = action_mask & (batch.weight_versions.numpy() == batch.current_version)
+        values = np.stack([row.numpy() for row in present.values()])
+        return LossConstants(torch.from_numpy(values), tuple(present), torch.from_numpy(np.stack([action_mask, own])))
 
     def inputs(
         self, taken: SampleTokens, logprobs: Float32[Tensor, " tokens"], entropy: Float32[Tensor, " tokens"] | None

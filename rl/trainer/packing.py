@@ -144,119 +144,122 @@ def build_layout(
         at_least: pad to so many tokens in all (see ``padded_tokens``).
         routed_experts: the engine's choice of experts, negative where it is not recorded.
     """
+    ids, edges = token_ids.numpy(), cu_seqlens.numpy()
     chunks = 2 * context if context > 1 else 1
-    lengths = cu_seqlens.diff()
+    lengths = np.diff(edges)
     padded = (lengths + chunks - 1) // chunks * chunks
     total = int(padded.sum())
     tail = padded_tokens(max(total, at_least), context, multiple) - total
-    rows = torch.cat([padded, torch.tensor([tail])])
-    starts = rows.cumsum(0) - rows
+    rows = np.append(padded, tail)
     total += tail
 
-    offset = torch.arange(len(token_ids)) - _repeated(cu_seqlens[:-1], lengths)
+    offset = _counted(np.zeros_like(lengths), lengths)
     place = mine = None
     if context == 1:  # the tokens stand where they stood, and this rank has all of them
-        positions, locals_ = torch.cat([offset, torch.arange(tail)]), None
+        positions, locals_ = np.concatenate([offset, np.arange(tail)]), None
     else:
-        place = _repeated(starts[:-1], lengths) + offset
+        place = _counted((rows.cumsum() - rows)[:-1], lengths)
         positions, locals_ = _divide(rows, context)
         mine = locals_[context_rank]
 
-    def placed(x: Tensor, empty: int) -> Tensor:
+    def placed(x: Shaped[np.ndarray, "tokens ..."], empty: int) -> Tensor:
         whole = _placed(x, place, total, empty)
-        return whole if mine is None else whole[mine]
+        return torch.from_numpy(whole if mine is None else whole[mine])
 
-    wanted = offset > 0 if scored is None else scored & (offset > 0)
-    predicted = wanted.nonzero().squeeze(1)
-    predictors = predicted - 1 if place is None else place[predicted] - 1
-    targets, local_scored = token_ids[predicted].long(), predictors
-    temperatures = _repeated(torch.cat([temperature.float(), torch.ones(1)]), rows)
+    wanted = offset > 0 if scored is None else scored.numpy() & (offset > 0)
+    predicted = np.flatnonzero(wanted)
+    predictors = (predicted if place is None else place[predicted]) - 1
+    before = torch.from_numpy(predictors)
+    targets, local_scored = ids[predicted].astype(np.int64), predictors
+    temperatures = np.repeat(np.append(temperature.numpy(), np.float32(1)), rows)
     if mine is not None:
         whole = _placed(targets, predictors, total, -1)[mine]
-        local_scored = (whole >= 0).nonzero().squeeze(1)
+        local_scored = np.flatnonzero(whole >= 0)
         targets, temperatures = whole[local_scored], temperatures[mine]
 
     packing = _make_packing(rows, positions, locals_, context_rank, flash)
-    packing.real = placed(torch.ones(len(token_ids), dtype=torch.bool), False)
+    packing.real = placed(np.ones(len(ids), dtype=bool), False)
     if routed_experts is not None:
-        packing.routed_experts = placed(routed_experts, -1)
+        packing.routed_experts = placed(routed_experts.numpy(), -1)
     return Layout(
         packing=packing,
-        token_ids=placed(token_ids.long(), 0).unsqueeze(0),
-        scored=local_scored,
-        targets=targets,
-        temperature=temperatures[local_scored],
-        predicted=predicted,
-        predictors=predictors,
-        tokens=len(token_ids),
+        token_ids=placed(ids.astype(np.int64), 0).unsqueeze(0),
+        scored=before if mine is None else torch.from_numpy(local_scored),  # one tensor is sent to the device once
+        targets=torch.from_numpy(targets),
+        temperature=torch.from_numpy(temperatures[local_scored]),
+        predicted=torch.from_numpy(predicted),
+        predictors=before,
+        tokens=len(ids),
         local=total if mine is None else len(mine),
     )
 
 
 def _make_packing(
-    rows: Int[Tensor, " rows"],
-    positions: Int[Tensor, " padded"],
-    locals_: list[Int[Tensor, " local"]] | None,
+    rows: Int[np.ndarray, " rows"],
+    positions: Int[np.ndarray, " padded"],
+    locals_: list[Int[np.ndarray, " local"]] | None,
     rank: int,
     flash: bool,
 ) -> Packing:
     """What attention needs, for one of the context-parallel ranks; ``locals_`` is None where there is only one."""
     context = 1 if locals_ is None else len(locals_)
     mine = None if locals_ is None else locals_[rank]
-    gathered_order = None if locals_ is None else torch.cat(locals_).argsort()
+    gathered_order = None if locals_ is None else torch.from_numpy(np.concatenate(locals_).argsort())
     longest = int(rows.max())
     packing = Packing(
         qkv_format="sbhd",
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        positions=positions if mine is None else positions[mine],
+        positions=torch.from_numpy(positions if mine is None else positions[mine]),
         gathered_order=gathered_order,
     )
     full_rows = rows[rows > 0]
     if flash:
-        packing.spans = make_spans(full_rows, context, rank, gathered_order)
+        packing.spans = make_spans(torch.from_numpy(full_rows), context, rank, gathered_order)
     else:
         _add_buckets(packing, full_rows, positions, mine, context)
     return packing
 
 
-def _divide(rows: Int[Tensor, " rows"], context: int) -> tuple[Int[Tensor, " padded"], list[Int[Tensor, " local"]]]:
+def _divide(
+    rows: Int[np.ndarray, " rows"], context: int
+) -> tuple[Int[np.ndarray, " padded"], list[Int[np.ndarray, " local"]]]:
     """The positions of all tokens within their rows, and which tokens each context-parallel rank has."""
     chunks = 2 * context if context > 1 else 1
-    starts = rows.cumsum(0) - rows
-    positions = torch.arange(int(rows.sum())) - _repeated(starts, rows)
-    chunk = positions // (_repeated(rows, rows) // chunks)
-    owner = torch.minimum(chunk, chunks - 1 - chunk)
-    return positions, [(owner == rank).nonzero().squeeze(1) for rank in range(context)]
+    positions = _counted(np.zeros_like(rows), rows)
+    chunk = positions // np.repeat(rows // chunks, rows)
+    owner = np.minimum(chunk, chunks - 1 - chunk)
+    return positions, [np.flatnonzero(owner == rank) for rank in range(context)]
 
 
-def _placed(x: Tensor, place: Int[Tensor, " entries"] | None, total: int, empty: int) -> Tensor:
+def _placed(
+    x: Shaped[np.ndarray, "entries ..."], place: Int[np.ndarray, " entries"] | None, total: int, empty: int
+) -> Shaped[np.ndarray, "total ..."]:
     """``total`` entries, those of ``x`` at their places (the first ones, if None) and ``empty`` elsewhere."""
-    whole = x.new_full((total, *x.shape[1:]), empty)
-    if place is None:
-        whole[: len(x)] = x
-    else:
-        whole[place] = x
+    if place is None and len(x) == total:
+        return x
+    whole = np.full((total, *x.shape[1:]), empty, dtype=x.dtype)
+    whole[slice(len(x)) if place is None else place] = x
     return whole
 
 
-def _bucket_members(lengths: Int[Tensor, " rows"]) -> Iterator[Int[Tensor, " members"]]:
+def _bucket_members(lengths: Int[np.ndarray, " rows"]) -> Iterator[Int[np.ndarray, " members"]]:
     """Rows of similar length together, in their order; every row in exactly one bucket."""
-    by_length = lengths.argsort(descending=True, stable=True)
+    by_length = np.argsort(-lengths, kind="stable")
     ordered = lengths[by_length].tolist()
     begin = 0
     for index, length in enumerate(ordered):
         if ordered[begin] > SHORT_ROW and length < BUCKET_RATIO * ordered[begin]:
-            yield by_length[begin:index].sort().values
+            yield np.sort(by_length[begin:index])
             begin = index
-    yield by_length[begin:].sort().values
+    yield np.sort(by_length[begin:])
 
 
 def _add_buckets(
     packing: Packing,
-    rows: Int[Tensor, " rows"],
-    positions: Int[Tensor, " padded"],
-    mine: Int[Tensor, " local"] | None,
+    rows: Int[np.ndarray, " rows"],
+    positions: Int[np.ndarray, " padded"],
+    mine: Int[np.ndarray, " local"] | None,
     context: int,
 ) -> None:
     buckets, outputs = [], []
@@ -268,36 +271,32 @@ def _add_buckets(
             queries, query_tokens = _rows(local_rows, members)
         mask = None
         if mine is not None:
-            query_positions = torch.zeros(queries.rows * queries.length, dtype=torch.long)
-            slots = torch.arange(len(query_tokens)) if queries.slots is None else queries.slots
+            query_positions = np.zeros(queries.rows * queries.length, dtype=np.int64)
+            slots = slice(None) if queries.slots is None else queries.slots.numpy()
             query_positions[slots] = positions[mine[query_tokens]]
-            query_positions = query_positions.view(queries.rows, 1, queries.length, 1)
-            mask = query_positions >= torch.arange(keys.length)
+            whole = torch.from_numpy(query_positions).view(queries.rows, 1, queries.length, 1)
+            mask = whole >= torch.arange(keys.length)
         buckets.append(Bucket(queries, keys, mask))
         outputs.append(query_tokens)
     packing.buckets = tuple(buckets)
-    packing.order = torch.cat(outputs).argsort() if len(buckets) > 1 else None
+    packing.order = torch.from_numpy(np.concatenate(outputs).argsort()) if len(buckets) > 1 else None
 
 
-def _repeated(x: Shaped[Tensor, " entries"], counts: Int[Tensor, " entries"]) -> Shaped[Tensor, " repeated"]:
-    """Each entry as often as its count says; ten times faster than PyTorch, which makes an index first."""
-    return torch.from_numpy(np.repeat(x.numpy(), counts.numpy()))
+def _counted(starts: Int[np.ndarray, " rows"], counts: Int[np.ndarray, " rows"]) -> Int[np.ndarray, " counted"]:
+    """For each row as many successive numbers as its count says, from its start."""
+    shift = starts - (counts.cumsum() - counts)
+    return np.arange(counts.sum()) + np.repeat(shift, counts)
 
 
 def _rows(
-    lengths: Int[Tensor, " rows"], members: Int[Tensor, " members"]
-) -> tuple[Rows, Int[Tensor, " bucket_tokens"]]:
+    lengths: Int[np.ndarray, " rows"], members: Int[np.ndarray, " members"]
+) -> tuple[Rows, Int[np.ndarray, " bucket_tokens"]]:
     """These members of all rows as a dense batch, and which tokens they are."""
-    starts = lengths.cumsum(0) - lengths
-    chosen = lengths[members]
+    chosen, starts = lengths[members], (lengths.cumsum() - lengths)[members]
     longest = int(chosen.max())
-    row = _repeated(torch.arange(len(members)), chosen)
-    offset = torch.arange(int(chosen.sum())) - _repeated(chosen.cumsum(0) - chosen, chosen)
-    tokens = starts[members][row] + offset
-    full = len(members) == len(lengths)
-    dense = bool((chosen == longest).all())
-    slots = row * longest + offset
-    return (
-        Rows(None if full else tokens, None if dense else slots, len(members), longest),
-        tokens,
-    )
+    tokens = _counted(starts, chosen)
+    slots = None
+    if (chosen < longest).any():
+        slots = torch.from_numpy(_counted(np.arange(len(members)) * longest, chosen))
+    some = len(members) < len(lengths)
+    return Rows(torch.from_numpy(tokens) if some else None, slots, len(members), longest), tokens

@@ -26,6 +26,7 @@ from jaxtyping import Float64
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from algorithms.host import sample_counts
 from algorithms.metrics import Max, Mean, Metric, Metrics, Sum, merge_metrics
 from algorithms.types import Algorithm, LossInputs, Need, Targets
 from rl.batch import LossConstants, RolloutKey, SampleTokens, TrainBatch, build_batch, plan_micro_batches
@@ -288,7 +289,7 @@ class TrainerWorker:
         Args:
             budget: tokens of a micro-batch, if not the config's.
         """
-        lengths = batch.rollout.lengths()[torch.tensor(samples, dtype=torch.long)].tolist()
+        lengths = np.diff(batch.rollout.cu_seqlens.numpy())[list(samples)].tolist()
         config = self.config
         multiple = config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1
         plan = plan_micro_batches(
@@ -315,8 +316,8 @@ class TrainerWorker:
     def _plan_usable(self, batch: TrainBatch, tokens: int | None = None) -> list[list[int]]:
         """This data-parallel rank's micro-batches of the samples that may be trained on."""
         rollout = batch.rollout
-        usable = (rollout.valid & ~rollout.dropped)[rollout.rollout]
-        samples = _samples_with(rollout.action_mask & usable[rollout.sample_of_token()], batch)
+        usable = (rollout.valid & ~rollout.dropped)[rollout.rollout].tolist()
+        samples = [sample for sample in _samples_with(rollout.action_mask, batch) if usable[sample]]
         return self.plan(batch, samples, tokens)[0]
 
     def _score(
@@ -527,7 +528,7 @@ def _replace_rollout(batch: TrainBatch, **changes: Tensor) -> TrainBatch:
 
 def _samples_with(tokens: Tensor, batch: TrainBatch) -> list[int]:
     """Samples that have at least one of the marked tokens, ascending."""
-    return torch.bincount(batch.rollout.sample_of_token()[tokens]).nonzero().squeeze(1).tolist()
+    return np.flatnonzero(sample_counts(tokens.numpy(), batch.rollout.cu_seqlens.numpy())).tolist()
 
 
 def _exhaust(weights: Iterator[tuple[str, Tensor]]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from algorithms import advantages as advantages_module
-from algorithms import gae, packed, registry
+from algorithms import gae, host, packed, registry
 from tests.algorithms import reference
 from tests.algorithms.batches import LAYOUTS, SEEDS, make_case, run
 
@@ -74,10 +77,12 @@ def test_sao_advantages_and_returns(layout, seed, gamma, lam, critic):
 @given(layout=LAYOUTS, seed=SEEDS)
 def test_sample_sums(layout, seed):
     batch = make_case(layout, seed).batch
-    for x in (batch.action_mask, batch.values):
-        expected = [float(x[a:b].double().sum()) for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
-        got = packed.sample_sums(x, batch.cu_seqlens)
-        torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    spans = list(itertools.pairwise(batch.cu_seqlens.tolist()))
+    expected = [float(batch.values[a:b].double().sum()) for a, b in spans]
+    got = packed.sample_sums(batch.values, batch.cu_seqlens)
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    counts = host.sample_counts(batch.action_mask.numpy(), batch.cu_seqlens.numpy())
+    assert counts.tolist() == [float(batch.action_mask[a:b].sum()) for a, b in spans]
 
 
 @settings(max_examples=100, deadline=None)
@@ -103,5 +108,5 @@ def test_gae_over_several_tiles(lengths, share, gamma, seed):
 
 
 def test_overlong_penalty():
-    length = torch.tensor([0, 80, 90, 100, 130], dtype=torch.float64)
+    length = np.array([0.0, 80, 90, 100, 130])
     assert advantages_module.overlong_penalty(length, max_length=100, buffer=20).tolist() == [0, 0, -0.5, -1, -1]

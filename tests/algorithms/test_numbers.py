@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,8 +20,9 @@ def f64(*x: float) -> torch.Tensor:
     return torch.tensor(x, dtype=torch.float64)
 
 
-def all_valid(group: torch.Tensor) -> torch.Tensor:
-    return torch.ones(len(group), dtype=torch.bool)
+def advantages_of(reward: list[float], group: list[int], **options: object) -> torch.Tensor:
+    valid = np.ones(len(group), dtype=bool)
+    return torch.from_numpy(group_advantages(np.array(reward), np.array(group), valid, **options))
 
 
 def gae(values, mask, reward, lam):
@@ -32,18 +34,16 @@ def gae(values, mask, reward, lam):
 
 
 def test_ragged_groups_are_normalised_inside_themselves():
-    reward = f64(1, 0, 0, 1, 5, 5, 5, 3, 1, 2, 2)
-    group = torch.tensor([0] * 4 + [1] * 3 + [2] * 4)
-    advantage = group_advantages(reward, group, all_valid(group), normalize_std=True)
+    reward = [1.0, 0, 0, 1, 5, 5, 5, 3, 1, 2, 2]
+    advantage = advantages_of(reward, [0] * 4 + [1] * 3 + [2] * 4, normalize_std=True)
     for members in (slice(0, 4), slice(7, 11)):
-        r = reward[members]
+        r = f64(*reward[members])
         torch.testing.assert_close(advantage[members], (r - r.mean()) / (r.std() + 1e-6))
     assert advantage[4:7].tolist() == [0, 0, 0]
 
 
 def test_equal_rewards_that_are_no_binary_fraction_have_no_advantage():
-    group = torch.zeros(3, dtype=torch.long)
-    assert group_advantages(f64(0.1, 0.1, 0.1), group, all_valid(group), normalize_std=True).tolist() == [0, 0, 0]
+    assert advantages_of([0.1, 0.1, 0.1], [0, 0, 0], normalize_std=True).tolist() == [0, 0, 0]
 
 
 def test_the_baseline_is_over_rollouts_not_over_the_samples_that_one_was_forked_into():
@@ -58,17 +58,13 @@ def test_the_baseline_is_over_rollouts_not_over_the_samples_that_one_was_forked_
 
 
 def test_rewards_that_differ_in_the_fifth_digit():
-    reward, group = f64(1, 1.00001, 2, 2.00001), torch.tensor([0, 0, 1, 1])
-    advantage = group_advantages(reward, group, all_valid(group), normalize_std=True)
+    advantage = advantages_of([1, 1.00001, 2, 2.00001], [0, 0, 1, 1], normalize_std=True)
     torch.testing.assert_close(advantage[:2], advantage[2:], rtol=1e-9, atol=0)
     assert float(advantage[1]) == pytest.approx(5e-6 / (1e-5 / 2**0.5 + 1e-6), rel=1e-6)
 
 
 def test_leave_one_out_baseline():
-    group = torch.zeros(3, dtype=torch.long)
-    advantage = group_advantages(
-        f64(1, 0, 0.5), group, all_valid(group), baseline=Baseline.LEAVE_ONE_OUT, normalize_std=False
-    )
+    advantage = advantages_of([1, 0, 0.5], [0, 0, 0], baseline=Baseline.LEAVE_ONE_OUT, normalize_std=False)
     assert advantage.tolist() == [1 - 0.25, 0 - 0.75, 0.5 - 0.5]
 
 
@@ -131,15 +127,15 @@ def test_segments_after_a_compaction():
         reward=f64(1),
         current_version=0,
     )
-    assert tokens_after(f64(2, 3), batch.rollout, batch.segment).tolist() == [3, 0]
+    assert tokens_after(np.array([2.0, 3.0]), batch.rollout.numpy(), batch.segment.numpy()).tolist() == [3, 0]
     targets = build("sao", {"lambda_policy": 0.95}).prepare(batch)
     assert targets.advantages.tolist() == pytest.approx([0.81450625, 0.857375, 0.9025, 0.95, 1.0])
     assert targets.returns.tolist() == [1, 1, 1, 1, 1]
 
 
 def test_segments_may_come_in_any_order():
-    rollout, segment = torch.tensor([1, 0, 1, 1, 0]), torch.tensor([2, 1, 0, 1, 0])
-    assert tokens_after(f64(1, 2, 4, 8, 16), rollout, segment).tolist() == [0, 0, 9, 1, 2]
+    rollout, segment = np.array([1, 0, 1, 1, 0]), np.array([2, 1, 0, 1, 0])
+    assert tokens_after(np.array([1.0, 2, 4, 8, 16]), rollout, segment).tolist() == [0, 0, 9, 1, 2]
 
 
 def test_length_adaptive_lambda():
