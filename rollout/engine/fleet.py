@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from rollout.engine.sglang import SGLangEngine
 from rollout.engine.sglang_router import NAME as ROUTER
 from rollout.engine.sglang_router import SGLangRouter
 from rollout.processes import ProcessError, ProcessRegistry
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -104,16 +107,22 @@ class EngineFleet:
         self._recovery = FleetRecovery(config.recovery, len(self._servers), 0)
         self._requests: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._kills: set[asyncio.Task[None]] = set()
+        """Of the tasks, those that are ended by nobody."""
         self._changed = asyncio.Event()
         self._in_front = (
             None
             if config.sglang_router is None
-            else SGLangRouter(config, config.sglang_router, registry, log_dir, on_progress, self._changed.set)
+            else SGLangRouter(
+                config, config.sglang_router, registry, log_dir, on_progress, self._changed.set, self._spawn
+            )
         )
         self._check_up: asyncio.Task[None] | None = None
         self._model_dir = Path()
         self._model_version = 0
         self._running = False
+        self._failed = ""
+        """Which of its own tasks ended by an error that none of them expects, and by which."""
 
     @property
     def weight_version(self) -> int:
@@ -127,6 +136,8 @@ class EngineFleet:
         Raises:
             EngineError: none does now.
         """
+        if self._failed:
+            raise EngineError(self._failed)
         live = [self._servers[index].engine for index in self._recovery.serving] if self._running else []
         if not live:
             raise EngineError(f"no inference server takes requests: {self.lost or 'none was started'}")
@@ -191,7 +202,8 @@ class EngineFleet:
         self._running = False
         tasks = list(self._tasks)
         for task in tasks:
-            task.cancel()
+            if task not in self._kills:
+                task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for server in self._servers:
             server.watch = None
@@ -307,6 +319,8 @@ class EngineFleet:
         deadline = time.monotonic() + self.config.request_timeout_s
         while True:
             self._changed.clear()
+            if self._failed:
+                raise EngineError(self._failed)
             slot = choose() if self._running else None
             if slot is not None:
                 return slot
@@ -393,7 +407,9 @@ class EngineFleet:
                 router.set_healthy(slot, False)
             elif action.do is Do.KILL:
                 self._on_progress(f"lost {server.name}: {action.reason.splitlines()[0]}")
-                self._spawn(server.end(), f"{server.name}-kill")
+                kill = self._spawn(server.end(), f"{server.name}-kill")
+                self._kills.add(kill)
+                kill.add_done_callback(self._kills.discard)
             elif action.do is Do.START:
                 self._spawn(self._restart(server), f"{server.name}-start")
             elif action.do is Do.LOAD:
@@ -413,8 +429,16 @@ class EngineFleet:
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A fleet that lost one of its tasks no longer knows of its servers: whoever asks it for one is told."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the fleet's task %s failed", task.get_name(), exc_info=error)
+            self._failed = f"the fleet's task {task.get_name()} failed: {error!r}"
+            self._changed.set()
 
     async def _hand_over(self, prefill: int, decode: int) -> None:
         halves = (self._servers[prefill], self._servers[decode])

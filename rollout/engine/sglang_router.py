@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.protocol import EngineError, EngineLost, Generation, Sampling
@@ -104,13 +105,19 @@ class SGLangRouter:
         log_dir: Path,
         say: Callable[[str], None],
         on_change: Callable[[], None],
+        spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
     ) -> None:
+        """
+        Args:
+            spawn: starts a task by a name, and tells whoever asks for a server where it failed.
+        """
         self._config = config
         self._settings = settings
         self._registry = registry
         self._log = log_dir / f"{NAME}.log"
         self._say = say
         self._on_change = on_change
+        self._spawn = spawn
         self._recovery = FleetRecovery(config.recovery, 1, 0)
         self._process: ManagedProcess | None = None
         self._client: RouterClient | None = None
@@ -174,7 +181,7 @@ class SGLangRouter:
         """
         self._recovery = FleetRecovery(self._config.recovery, 1, 0)
         await self._bring_up()
-        self._watch = asyncio.create_task(self._run(), name=f"{NAME}-watch")
+        self._watch = self._spawn(self._run(), f"{NAME}-watch")
 
     async def stop(self) -> None:
         """May be called again."""

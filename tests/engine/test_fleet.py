@@ -1,6 +1,7 @@
 """Starting, routing, losing and bringing back servers. The servers answer like SGLang and start at once."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -264,3 +265,28 @@ def test_engines_that_a_publication_left_half_loaded_take_no_requests_until_they
             return [await engine.weight_version() for engine in fleet.engines], fleet.current.loads
 
     assert asyncio.run(run()) == ([1, 1], 2)
+
+
+async def until_no_longer_lost(fleet):
+    while True:
+        with contextlib.suppress(EngineLost):
+            await fleet.generate([1], ONE_TOKEN, "asked", "session")
+
+
+def test_who_waits_for_a_server_is_told_that_the_fleet_itself_failed(make_fleet, monkeypatch):
+    """An error that none of its tasks expects: nobody would start the server again."""
+
+    async def run():
+        async with started(make_fleet(("serves",))) as fleet:
+
+            async def fails(server):
+                raise RuntimeError("no such thing")
+
+            monkeypatch.setattr(fleet, "_restart", fails)
+            os.kill(fleet.processes["engine-0"].pid, signal.SIGKILL)
+            with pytest.raises(EngineError, match=r"task engine-0-start failed: RuntimeError.*no such thing"):
+                await until_no_longer_lost(fleet)
+            with pytest.raises(EngineError, match="no such thing"):
+                _ = fleet.engines
+
+    asyncio.run(run())

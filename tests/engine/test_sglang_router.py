@@ -161,7 +161,8 @@ def test_sessions_keep_the_server_that_has_their_prefix(running, fleet):
 
     asked = running.run(run())
     assert all(len(set(turns)) == 1 for turns in asked)
-    assert len({turns[0] for turns in asked}) == 2
+    if fleet.config.sglang_router.policy == "manual":  # cache_aware spreads by loads, which may have been equal
+        assert len({turns[0] for turns in asked}) == 2
 
 
 def test_an_abort_finds_the_server_that_has_the_request(running, fleet):
@@ -238,7 +239,8 @@ def test_the_real_servers_tokens_pass_through_whole(server, tmp_path):
 
     async def run(registry):
         changed = asyncio.Event()
-        router = SGLangRouter(config, config.sglang_router, registry, tmp_path, print, changed.set)
+        spawn = lambda work, name: asyncio.create_task(work, name=name)  # noqa: E731
+        router = SGLangRouter(config, config.sglang_router, registry, tmp_path, print, changed.set, spawn)
         await router.start()
         try:
             router.serve([server.url])
