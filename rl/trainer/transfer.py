@@ -8,7 +8,7 @@ viewed as they were.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,14 +18,14 @@ T = TypeVar("T")
 
 ALIGNMENT = 256
 """Bytes; that of an allocation of its own, on which kernels' widest loads rely."""
+HOLDERS = (Tensor, tuple)
 
 
 def sent(structure: T, device: torch.device) -> T:
     """The same structure (tuples and dataclasses, nested) with its CPU tensors copied to ``device``."""
     if device.type == "cpu":
         return structure
-    found: dict[int, Tensor] = {}
-    _map(structure, lambda tensor: found.setdefault(id(tensor), tensor))
+    found = {id(tensor): tensor for tensor in _tensors(structure)}
     arrived = dict(zip(found, send_packed(list(found.values()), device, pin=True), strict=True))
     moved: T = _map(structure, lambda tensor: arrived[id(tensor)])
     return moved
@@ -33,19 +33,31 @@ def sent(structure: T, device: torch.device) -> T:
 
 def send_packed(tensors: Sequence[Tensor], device: torch.device, pin: bool) -> list[Tensor]:
     """Copies on ``device``, all views of one buffer there."""
-    begins, end = [], 0
+    tensors, begins, end = [tensor.contiguous() for tensor in tensors], [], 0
     for tensor in tensors:
         begins.append(end)
         end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     packed = torch.empty(end, dtype=torch.uint8, pin_memory=pin)
-    for begin, tensor in zip(begins, tensors, strict=True):
-        _view(packed, begin, tensor).copy_(tensor)
-    whole = packed.to(device, non_blocking=True)
-    return [_view(whole, begin, tensor) for begin, tensor in zip(begins, tensors, strict=True)]
+    for place, tensor in zip(_views(packed, begins, tensors), tensors, strict=True):
+        place.copy_(tensor)
+    return _views(packed.to(device, non_blocking=True), begins, tensors)
 
 
-def _view(packed: Tensor, begin: int, like: Tensor) -> Tensor:
-    return packed[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
+def _views(packed: Tensor, begins: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of these types and shapes that begin at these bytes; ``like`` are contiguous."""
+    typed = {dtype: packed.view(dtype) for dtype in {x.dtype for x in like}}
+    return [
+        typed[x.dtype].as_strided(x.shape, x.stride(), begin // x.itemsize)
+        for begin, x in zip(begins, like, strict=True)
+    ]
+
+
+def _tensors(structure: Any) -> Iterator[Tensor]:
+    if isinstance(structure, Tensor):
+        yield structure
+    else:
+        for part in structure if isinstance(structure, tuple) else _parts(structure).values():
+            yield from _tensors(part)
 
 
 def _map(structure: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -53,12 +65,21 @@ def _map(structure: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return function(structure)
     if isinstance(structure, tuple):
         return tuple(_map(part, function) for part in structure)
-    if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
-        parts = {f.name: getattr(structure, f.name) for f in dataclasses.fields(structure) if f.init}
-        changed = {name: _map(part, function) for name, part in parts.items() if _holds(part)}
-        return dataclasses.replace(structure, **changed) if changed else structure
-    return structure
+    changed = {name: _map(part, function) for name, part in _parts(structure).items()}
+    return dataclasses.replace(structure, **changed) if changed else structure
 
 
-def _holds(part: Any) -> bool:
-    return isinstance(part, Tensor | tuple) or (dataclasses.is_dataclass(part) and not isinstance(part, type))
+def _parts(structure: Any) -> dict[str, Any]:
+    """What may hold tensors of a dataclass, by the field's name; nothing of anything else."""
+    if not _is_record(structure):
+        return {}
+    parts = {f.name: getattr(structure, f.name) for f in dataclasses.fields(structure) if f.init}
+    return {name: part for name, part in parts.items() if part is not None and _may_hold(part)}
+
+
+def _may_hold(part: Any) -> bool:
+    return isinstance(part, HOLDERS) or _is_record(part)
+
+
+def _is_record(part: Any) -> bool:
+    return dataclasses.is_dataclass(part) and not isinstance(part, type)

@@ -340,11 +340,13 @@ class TrainerWorker:
     ) -> _Unread:
         """Add the summed gradient to what is in the model."""
         unread = _Unread([], [])
-        constants = sent(LossConstants.of(batch.rollout, targets), platform.device())
+        whole = LossConstants.of(batch.rollout, targets)
+        # Sent when the first loss is computed: by then a GPU is at work on the forward pass.
+        constants = functools.cache(lambda: sent(whole, platform.device()))
         views = scored.views if scored else None
 
         def loss(taken: SampleTokens, logprobs: Tensor, entropy: Tensor, logits: PolicyLogits | None = None) -> Tensor:
-            inputs, own = constants.inputs(taken, logprobs, entropy)
+            inputs, own = constants().inputs(taken, logprobs, entropy)
             if views is not None:
                 inputs = dataclasses.replace(inputs, logits=logits, teacher_views=views.of(taken))
             output = algorithm.loss(inputs)
