@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
-from jaxtyping import Float32, Int64, Shaped
+from jaxtyping import Float32, Float64, Int64, Shaped
 from torch import Tensor
 
 from algorithms.metrics import (
@@ -33,8 +33,8 @@ QUANTILES = (0.01, 0.5, 0.99)
 
 def log_ratio_histogram(d: Float32[Tensor, " tokens"]) -> Int64[Tensor, " bins"]:
     middle = LOG_RATIO_BINS // 2
-    scaled = torch.copysign((d.abs() / LOG_RATIO_UNIT).log1p() * BINS_PER_E_FOLD, d).round()
-    bins = (scaled.long() + middle).clamp(0, LOG_RATIO_BINS - 1)
+    scaled = d.abs().div_(LOG_RATIO_UNIT).log1p_().mul_(BINS_PER_E_FOLD).copysign_(d).round_()
+    bins = scaled.long().add_(middle).clamp_(0, LOG_RATIO_BINS - 1)
     if bins.device.type == "cpu":
         return torch.bincount(bins, minlength=LOG_RATIO_BINS)
     # On an accelerator bincount waits until it knows the largest bin.
@@ -46,20 +46,23 @@ class Tally:
 
     def __init__(self, mismatch: bool = True) -> None:
         self._mismatch = mismatch
-        self._sums: dict[str, list[Tensor]] = {}
+        self._names: tuple[str, ...] = ()
+        self._sums: list[Float64[Tensor, " names"]] = []
         self._largest: list[Tensor] = []
         self._histograms: list[Tensor] = []
 
     def add(self, chunk: LossInputs, marks: Mapping[str, Shaped[Tensor, " tokens"]]) -> None:
         """``marks`` are of the objective: a mean of each over the trained tokens is logged (of bool, the share)."""
         on = indicator(chunk.weights)
-        self._add("count", on.sum())
+        sums = {"count": on.sum()}
         if chunk.entropy is not None:
             marks = {**marks, "entropy": chunk.entropy.detach()}
-        for name, mark in marks.items():
-            self._add(name, on.dot(mark.to(on.dtype)))
+        sums |= {name: on.dot(mark.to(on.dtype)) for name, mark in marks.items()}
         if self._mismatch:
-            self._add_mismatch((chunk.logprobs.detach() - chunk.rollout_logprobs).mul_(on).clamp_(-20, 20), on)
+            d = (chunk.logprobs.detach() - chunk.rollout_logprobs).mul_(on).clamp_(-20, 20)
+            sums |= self._mismatch_sums(d, on, sums["count"])
+        self._names = tuple(sums)
+        self._sums.append(torch.stack(list(sums.values())).double())
 
     def metrics(self) -> Metrics:
         return _Unread(self._read)
@@ -67,35 +70,36 @@ class Tally:
     def _read(self) -> dict[str, Metric]:
         if not self._sums:
             return {}
-        pieces = [torch.stack([torch.stack(parts).sum() for parts in self._sums.values()])]
+        pieces = [torch.stack(self._sums).sum(0)]
         if self._mismatch:
             pieces += [torch.stack(self._largest).max()[None].double(), torch.stack(self._histograms).sum(0).double()]
         numbers = torch.cat(pieces).tolist()
-        sums = dict(zip(self._sums, numbers, strict=False))
+        sums = dict(zip(self._names, numbers, strict=False))
         count, r, r2 = sums.pop("count"), sums.pop("r", 0.0), sums.pop("r2", 0.0)
         metrics: dict[str, Metric] = {name: Mean(total, count) for name, total in sums.items()}
         if self._mismatch:
-            largest, *counts = numbers[len(self._sums) :]
+            largest, *counts = numbers[len(self._names) :]
             metrics["ratio/effective_share"] = EffectiveShare(count, r, r2)
             metrics["ratio/max"] = Max(largest if count else None)
             bins = tuple(int(x) for x in counts)
             metrics |= {f"ratio/p{round(100 * q):02d}": LogRatioQuantile(q, bins) for q in QUANTILES}
         return metrics
 
-    def _add_mismatch(self, d: Float32[Tensor, " tokens"], on: Float32[Tensor, " tokens"]) -> None:
+    def _mismatch_sums(
+        self, d: Float32[Tensor, " tokens"], on: Float32[Tensor, " tokens"], count: Float32[Tensor, ""]
+    ) -> dict[str, Tensor]:
         """``d`` is 0 where ``on`` is."""
         r = d.exp().mul_(on)
-        self._add("kl/rollout_k1", -d.sum())
-        self._add("kl/rollout_k3", (r - on - d).sum())
-        self._add("r", r.sum())
-        self._add("r2", r.dot(r))
         self._largest.append(r.max())
         histogram = log_ratio_histogram(d)
-        histogram[LOG_RATIO_BINS // 2] -= (len(on) - on.sum()).long()
+        histogram[LOG_RATIO_BINS // 2] -= (len(on) - count).long()
         self._histograms.append(histogram)
-
-    def _add(self, name: str, total: Tensor) -> None:
-        self._sums.setdefault(name, []).append(total.double())
+        return {
+            "kl/rollout_k1": -d.sum(),
+            "kl/rollout_k3": (r - on).sub_(d).sum(),
+            "r": r.sum(),
+            "r2": r.dot(r),
+        }
 
 
 class _Unread(Mapping[str, Metric]):
