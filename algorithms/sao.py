@@ -66,6 +66,7 @@ class SAO(Algorithm):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.max_staleness = config.max_staleness
+        self.drops_stale = config.stale is Stale.DROP
         self.rollout_top_k = config.rollout_top_k or None
         self.needs = self.needs | config.top_k_needs()
 

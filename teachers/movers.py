@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -99,10 +99,7 @@ class Movers:
             upcoming = self.hbm.books.upcoming
             images.sort(key=lambda item: upcoming.index(item[0]) if item[0] in upcoming else len(upcoming))
             demoted = {name for name, _ in images if self._may_demote(name, ())}
-        for name, image in images:
-            image.wait_unused()
-            if name in demoted:
-                self._demote(name, image)
+        self.vacate(images, demoted)
         images.clear()
         with self.changed:
             self.changed.notify_all()
@@ -334,12 +331,9 @@ class Movers:
                     self.pinned.stalled.add(item)
             raise
 
-    def _copy(self, teacher: str, held: Sequence[str], evicted: Sequence[tuple[str, Image]], demote: set[str]) -> None:
+    def _copy(self, teacher: str, held: Sequence[str], evicted: list[tuple[str, Image]], demote: set[str]) -> None:
         shard = self.shards[teacher]
-        for name, image in evicted:
-            image.wait_unused()
-            if name in demote:
-                self._demote(name, image)
+        self.vacate(evicted, demote)
         started = time.perf_counter()
         try:
             data = self.allocate(teacher, shard.device_bytes, evicted)
@@ -358,15 +352,23 @@ class Movers:
             with self.changed:
                 self.release_sources(held)
 
-    def allocate(self, teacher: str, nbytes: int, evicted: Sequence[tuple[str, Image]] = ()) -> Tensor:
-        """Memory of the device that was booked, in the place of images that nobody uses any more.
+    def vacate(self, evicted: Iterable[tuple[str, Image]], demote: Collection[str] = ()) -> None:
+        """Wait until nobody uses these images any more; those to ``demote`` go to pinned memory."""
+        for name, image in evicted:
+            image.wait_unused()
+            if name in demote:
+                self._demote(name, image)
+
+    def allocate(self, teacher: str, nbytes: int, evicted: list[tuple[str, Image]] | None = None) -> Tensor:
+        """Memory of the device that was booked, in the place of images that nobody uses any more. These are taken off
+        the caller's list: as long as it held one, its memory would be taken beside the new one's.
 
         Raises:
             TierFullError: the device has less than the budget.
         """
         with self.changed:
-            for _, image in evicted:
-                self.hbm.recycle(image.data)
+            while evicted:
+                self.hbm.recycle(evicted.pop()[1].data)
             try:
                 return self.hbm.allocate(nbytes)
             except torch.OutOfMemoryError as error:

@@ -160,8 +160,7 @@ class TierManager:
                 movers.stats.waited(teacher, started)
 
         try:
-            for _, image in evicted:
-                image.wait_unused()
+            movers.vacate(evicted)
             size = hbm.largest_group(self.shards[teacher])
             buffers.append(movers.allocate(teacher, size, evicted))
             buffers.append(movers.allocate(teacher, size))

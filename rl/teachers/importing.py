@@ -73,8 +73,12 @@ def import_teachers(
     Raises:
         ImportFailedError, WeightMismatchError, CheckpointError: on every rank; the store has no half of a teacher.
     """
-    if part.mine:
-        forget_outdated(store, sources, part.shard)
+
+    def forget() -> None:
+        if part.mine:
+            forget_outdated(store, sources, part.shard)
+
+    on_every_rank(forget)
     imported = []
     for source in sources:
 

@@ -85,7 +85,11 @@ class TeacherScorer:
             self._forget_references()
         if setup.sources:
             # One that a single rank has to stream has the same passes on all, layer by layer.
-            self._streaming = frozenset().union(*on_every_rank(lambda: self._open(setup)))
+            try:
+                self._streaming = frozenset().union(*on_every_rank(lambda: self._open(setup)))
+            except BaseException:  # this rank's tiers may be open, another's are not
+                self.close()
+                raise
         for name in sorted(self._streaming):
             self._models[name] = self._model(self._source(name), streams=True)
 

@@ -176,6 +176,7 @@ class TrainerWorker:
         all ranks."""
         if self._teachers is not None:
             self._teachers.close()
+            self._teachers = None
         self._teachers = TeacherScorer(setup, self.config, self.loaded.hf.vocab_size)
         return self._teachers.describe()
 

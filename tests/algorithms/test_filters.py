@@ -80,6 +80,12 @@ def test_a_stale_rollout_is_dropped_whole_or_only_its_stale_tokens(options, weig
     assert metric_values(targets.metrics)["dropped/stale"] == dropped
 
 
+@pytest.mark.parametrize("name", ["grpo", "dis", "sao"])
+def test_whoever_masks_stale_tokens_lets_the_rollouts_that_have_some_be_kept(name):
+    assert build(name, {}).drops_stale
+    assert not build(name, {"stale": "mask"}).drops_stale
+
+
 @pytest.mark.parametrize(("mask_truncated", "trained"), [(True, [1, 0]), (False, [1, 1])])
 def test_truncated_rollouts(mask_truncated, trained):
     case = make_case([[[2], [2]]], 0, spoil=False)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from teachers.errors import MissingTeacherError, TeacherError, TierFullError
 from teachers.store import TeacherStore
@@ -164,6 +165,26 @@ def test_two_that_are_larger_than_the_device_stream_one_after_the_other_and_a_sm
                 seen |= {tensor: view.clone() for tensor, view in views.items()}
         assert_same(seen, teachers[name])
     tiers.close()
+
+
+@pytest.mark.parametrize("hbm_share", [1.0, 0.8])
+def test_an_image_of_another_size_is_freed_before_what_replaces_it_is_filled(made, hbm_share, monkeypatch):
+    store, _ = made
+    tiers = TierManager(store, SHARD, "cpu", int(hbm_share * size(made)), 3 * size(made), teachers=["t1", "small"])
+    with tiers.lease("small"):
+        image = StorageWeakRef(tiers._movers.hbm.images["small"].data.untyped_storage())
+    fill, freed = tiers._movers.fill, []
+
+    def noted(*args):
+        freed.append(image.expired())
+        return fill(*args)
+
+    monkeypatch.setattr(tiers._movers, "fill", noted)
+    with tiers.layers("t1") as layers:  # whole, or streamed
+        assert len(list(layers)) == len(store.open("t1", SHARD).groups)
+    tiers.close()
+    assert freed
+    assert all(freed)
 
 
 def test_a_stream_that_is_left_early_gives_its_memory_back(made):

@@ -3,6 +3,7 @@ student is never touched, and the objectives that are built on it have the value
 
 import dataclasses
 import resource
+import threading
 import time
 from contextlib import contextmanager
 
@@ -150,6 +151,7 @@ def test_memory_for_less_than_two_layers_is_refused_by_name(worker, teachers, tm
     sources = [resolve(name, path) for name, path in teachers.items()]
     with pytest.raises(TierFullError, match=r"teacher ann streams .* distillation\.hbm_bytes=300000"):
         worker.load_teachers(TeacherSetup(sources, str(tmp_path / "store"), 300_000, 2**24))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("teachers:")], "tiers left open"
 
 
 def build(trajectories):
