@@ -74,7 +74,7 @@ class Tally:
         if self._mismatch:
             pieces += [torch.stack(self._largest).max()[None].double(), torch.stack(self._histograms).sum(0).double()]
         numbers = torch.cat(pieces).tolist()
-        sums = dict(zip(self._names, numbers, strict=False))
+        sums = dict(zip(self._names, numbers[: len(self._names)], strict=True))
         count, r, r2 = sums.pop("count"), sums.pop("r", 0.0), sums.pop("r2", 0.0)
         metrics: dict[str, Metric] = {name: Mean(total, count) for name, total in sums.items()}
         if self._mismatch:

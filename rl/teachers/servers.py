@@ -30,8 +30,8 @@ async def check_server_tokenizer(name: str, url: str, directory: Path, timeout_s
     Raises:
         TeacherSourceError: the server has another tokenizer; names tokens that differ.
     """
-    key, ours = f"teachers.{name}.url: {url}", vocabulary(directory)
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    key, tokenizer = f"teachers.{name}.url: {url}", AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    ours = dict(tokenizer.get_vocab())
     ids = sampled(sorted(ours.values()))
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
         texts = await _decoded(session, url, ids)

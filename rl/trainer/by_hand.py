@@ -1,5 +1,5 @@
-"""Norm and rotation for fp32 on the CPU, with backward passes by hand: about half of the operations that autograd would
-record. On CUDA a compiler fuses the plain formulas."""
+"""A norm for fp32 on the CPU, with a backward pass by hand: about half of the operations that autograd would record. On
+CUDA a compiler fuses the plain formula. And what the halves of a layer (``rl.trainer.by_hand_layer``) are made of."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ class Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Float32[Tensor, "*dims hidden"], weight: Float32[Tensor, " hidden"], eps: float
     ) -> Float32[Tensor, "*dims hidden"]:
-        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        inverse = size.square_().div_(x.size(-1)).add_(eps).rsqrt_()
-        normed = x * inverse
+        normed, inverse = unit_rows(x, eps)
         ctx.save_for_backward(normed, inverse, weight)
         return normed * weight
 
@@ -43,28 +41,16 @@ class Norm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-class Rotation(torch.autograd.Function):
-    """``(x, cos, sin) → x · cos + [−x₂, x₁] · sin`` for the halves x₁ and x₂ of a head, whose angles are the same. The
-    backward pass turns back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Float32[Tensor, "tokens heads dim"],
-        cos: Float32[Tensor, "tokens dim"],
-        sin: Float32[Tensor, "tokens dim"],
-    ) -> Float32[Tensor, "tokens heads dim"]:
-        ctx.save_for_backward(cos, sin)
-        return turned(x, cos[:, None], sin[:, None], 1.0)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return turned(gradient, cos[:, None], sin[:, None], -1.0), None, None
+def unit_rows(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The rows of ``x`` with a mean square of 1, and by what they were multiplied (``[…, 1]``)."""
+    size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    inverse = size.square_().div_(x.size(-1)).add_(eps).rsqrt_()
+    return x * inverse, inverse
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """``x`` rotated by the angle times ``sign``."""
+    """``x · cos + sign · [−x₂, x₁] · sin`` for the halves x₁ and x₂ of a head, whose angles are the same: rotated by
+    them, or back for a ``sign`` of −1."""
     half = x.size(-1) // 2
     result = x * cos
     sin = sin[..., :half]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float32
 from torch import Tensor
 
-from rl.trainer.by_hand import turned
+from rl.trainer.by_hand import turned, unit_rows
 
 Matrix = Float32[Tensor, "tokens features"]
 
@@ -45,13 +45,13 @@ class BeforeAttention(torch.autograd.Function):
             buffers: of the four parameters.
         """
         tokens, dim = x.size(0), cos.size(-1)
-        unit, inverse = _unit(x.view(tokens, -1), eps)
+        unit, inverse = unit_rows(x.view(tokens, -1), eps)
         scaled = qkv * norm
         mixed = (unit @ scaled.T).view(tokens, groups, -1, dim)
         heads, head_inverse, scales = mixed[:, :, :-1], None, None
         if query_norm is not None and key_norm is not None:
             scales = torch.cat([query_norm.expand(heads.size(2) - 1, dim), key_norm[None]])
-            heads, head_inverse = _unit(heads, eps)
+            heads, head_inverse = unit_rows(heads, eps)
         rotated = turned(heads if scales is None else heads * scales, cos[:, None, None], sin[:, None, None], 1.0)
         kept = (None, None, None) if scales is None else (heads, head_inverse, scales)
         ctx.save_for_backward(unit, inverse, scaled, norm, qkv, cos, sin, *kept)
@@ -109,7 +109,7 @@ class AfterAttention(torch.autograd.Function):
         """
         attended = attended.view(attended.size(0), -1)
         y = torch.addmm(x.view(x.size(0), -1), attended, projection.T)
-        unit, inverse = _unit(y, eps)
+        unit, inverse = unit_rows(y, eps)
         scaled = first * norm
         opened = unit @ scaled.T
         gate, up = opened.chunk(2, 1)
@@ -136,15 +136,8 @@ class AfterAttention(torch.autograd.Function):
         return grad_y.view(shape), grad_attended, grad_projection, grad_norm, grad_first, grad_second, None, None
 
 
-def _unit(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The rows of ``x`` with a mean square of 1, and by what they were multiplied."""
-    size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    inverse = size.square_().div_(x.size(-1)).add_(eps).rsqrt_()
-    return x * inverse, inverse
-
-
 def _flattened(gradient: Matrix, unit: Matrix) -> Matrix:
-    """The part of the gradient across its row's direction, in place: along it, ``_unit`` changes nothing."""
+    """The part of the gradient across its row's direction, in place: along it, ``unit_rows`` changes nothing."""
     along = (gradient * unit).sum(-1, keepdim=True)
     return gradient.addcmul_(unit, along, value=-1.0 / unit.size(-1))
 

@@ -49,8 +49,6 @@ def rms_norm(x: Float[Tensor, "*dims hidden"], weight: Float[Tensor, " hidden"],
 def _rotate(
     x: Float[Tensor, "tokens heads dim"], cos: Float[Tensor, "tokens dim"], sin: Float[Tensor, "tokens dim"]
 ) -> Float[Tensor, "tokens heads dim"]:
-    if by_hand.applies_to(x):
-        return by_hand.Rotation.apply(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
