@@ -148,10 +148,10 @@ def test_a_disk_that_fills_while_a_run_imports_names_the_teacher_and_the_file_an
 
 
 def test_memory_for_less_than_two_layers_is_refused_by_name(worker, teachers, tmp_path):
-    sources = [resolve(name, path) for name, path in teachers.items()]
+    sources, before = [resolve(name, path) for name, path in teachers.items()], set(threading.enumerate())
     with pytest.raises(TierFullError, match=r"teacher ann streams .* distillation\.hbm_bytes=300000"):
         worker.load_teachers(TeacherSetup(sources, str(tmp_path / "store"), 300_000, 2**24))
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("teachers:")], "tiers left open"
+    assert not set(threading.enumerate()) - before, "tiers left open"
 
 
 def build(trajectories):
