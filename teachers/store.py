@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import re
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ class TeacherStore:
         if not path.parent.exists():
             path.parent.mkdir(exist_ok=True)
             sync_folder(path.parent.parent)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
         try:
             with partial.open("wb") as file:
                 file.write(data)

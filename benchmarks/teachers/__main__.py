@@ -27,22 +27,27 @@ RATIOS = (1.0, 2.0, 0.5)
 CALIBRATION = {"cpu": 5, "cuda": 1}
 """Batches of (a) that say how long scoring has to take; the table has the ratio that it came to in the end."""
 
-
 WIDEST, STEP = 2048, 64
 RAW_WIDTH = 1440
 """A teacher of 1.0 GB."""
 
+# What the parts take in reads of one teacher, and in seconds, as seen on an H200.
+LOADING = 8.5
+"""(a) of a batch: eight reads, and copies."""
+COMPARED, PINNED = 12.6, 4
+"""Once: every teacher's bits; the four that (a) keeps."""
+SCORED = 3.5
+"""All ratios together, in loadings of (a)."""
+EXPOSED, SAMPLED = 7.8, 3.4
+"""A round: what the shortest batch waits; a part of (a)'s loads and one of (b)'s."""
+RAW_S_PER_GB, START_S, SPARE = 2.5, 10, 0.9
+
 
 def widest(seconds: float, rounds: int, read_gb_s: float, import_gb_s: float) -> int:
-    """Width of teachers with which so many rounds take so long, at most ``WIDEST``.
-
-    In units of one teacher's read: loading by (a) is 8 and its copies; a round scores for 3.5 of that, waits in the
-    shortest batch, and loads a part of (a) and one of (b); before the rounds each teacher is compared once, (a)'s four
-    are read, it is measured whole, and each length of scoring once. The rest was seen on an H200. A tenth is spare.
-    """
-    loading = 8.5
-    reads = (12.6 + 4 + loading + 3.5 / COUNT * loading) + rounds * (3 * loading + 7.8 + 3.4)
-    gb = (0.9 * seconds - 10) / (reads / read_gb_s + COUNT / (2 * import_gb_s) + 2.5)
+    """Width of teachers with which so many rounds take so long, at most ``WIDEST``."""
+    once = COMPARED + PINNED + LOADING + SCORED / COUNT * LOADING
+    reads = once + rounds * (3 * LOADING + EXPOSED + SAMPLED)
+    gb = (SPARE * seconds - START_S) / (reads / read_gb_s + COUNT / (2 * import_gb_s) + RAW_S_PER_GB)
     width = int((max(gb, 0.0) * 1e9 / made.Architecture(1).nbytes) ** 0.5) // STEP * STEP
     return min(WIDEST, max(STEP, width))
 
