@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import time
 import traceback
 import weakref
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 
 from rollout.engine.load_plan import Bound, NoPlanError, Plan, load_and_plan
 from rollout.engine.opened_memory import Answer, Layout, Request
+
+log = logging.getLogger(__name__)
 
 ERROR_CHARACTERS = 2000
 CHUNK = 2**22
@@ -66,18 +69,25 @@ class WeightLoader:
         self._opened: _Opened | None = None
 
     def load(self, model: nn.Module, named: Sequence[tuple[str, Any]]) -> None:
-        """Do what the request asks, which stands for the first tensor's name, and answer. Never raises: SGLang's
-        scheduler would end."""
+        """Do what the request asks, which stands for the first tensor's name, and answer. Raises nothing, at which
+        SGLang's scheduler would end: whoever asked misses the answer."""
         began = time.monotonic()
-        request = Request.model_validate_json(named[0][0])
+        try:
+            request = Request.model_validate_json(named[0][0])
+        except ValueError:
+            log.exception("this is no request to load weights from memory: %.200s", named[0][0])
+            return
         answer: dict[str, Any] = {"seconds": {}}
         try:
             self._load(model, request, answer)
         except Exception as error:  # noqa: BLE001  (the answer says it)
             answer["error"] = f"{type(error).__name__}: {error}\n{traceback.format_exc()[-ERROR_CHARACTERS:]}"
         line = Answer(began=began, ended=time.monotonic(), **answer).model_dump_json()
-        with request.answers.open("ab", buffering=0) as stream:  # at one go: other ranks write to it, too
-            stream.write(f"{line}\n".encode())
+        try:
+            with request.answers.open("ab", buffering=0) as stream:  # at one go: other ranks write to it, too
+                stream.write(f"{line}\n".encode())
+        except OSError:  # the folder went with the trainer
+            log.exception("weights were asked for by who no longer wants the answer: %.200s", line)
 
     def _load(self, model: nn.Module, request: Request, answer: dict[str, Any]) -> None:
         times = [time.monotonic()]

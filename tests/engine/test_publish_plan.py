@@ -408,3 +408,16 @@ def test_a_loader_that_fails_says_so_and_does_not_raise(tmp_path):
             raise RuntimeError("no room")
 
     assert "RuntimeError: no room" in Asking(tmp_path).ask(Fails(), "a", "one").error
+
+
+def test_who_cannot_be_answered_does_not_end_the_server(tmp_path, caplog):
+    """A folder that went with the trainer, and what is no request at all."""
+    asking = Asking(tmp_path)
+    asking.file = tmp_path / "gone" / "answers"
+    with pytest.raises(IndexError):  # there is no answer
+        asking.ask(Fused(), "a", "one")
+    asking.loader.load(Fused(), [("no request", torch.empty(0))])
+    assert [record.message[:40] for record in caplog.records] == [
+        "weights were asked for by who no longer ",
+        "this is no request to load weights from ",
+    ]
