@@ -250,7 +250,9 @@ def test_the_real_servers_tokens_pass_through_whole(server, tmp_path):
                     changed.clear()
             async with server.engine() as engine:
                 many = Sampling(1.0, 100, top_logprobs=3)
-                whole = await router.generate(prompt, many, "through", session="s")
+                # Several pieces of a stream: a reply ends by chance.
+                replies = [await router.generate(prompt, many, f"through-{i}", session="s") for i in range(12)]
+                whole = max(replies, key=lambda reply: len(reply.token_ids))
                 going = asyncio.create_task(router.generate(prompt, Sampling(1.0, 240), "cut", session="s"))
                 await until_running(engine, 1)
                 await engine.abort(["cut"])
