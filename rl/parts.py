@@ -121,8 +121,8 @@ class Parts:
         longest = self.plan.config.engine.context_length - 1  # the engine wants room for a token
         probes = [_head(t, longest) for t in trajectories[:PROBES]]
         try:
-            engine = self.generating.fleet.engines[0]
-            scored = await asyncio.gather(*(engine.score(t.token_ids.tolist()) for t in probes))
+            fleet = self.generating.fleet
+            scored = await asyncio.gather(*(fleet.score(t.token_ids.tolist()) for t in probes))
         except EngineError as error:
             log.warning("the log-prob gap was not measured: %s", error)
             return None

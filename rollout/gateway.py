@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -31,7 +32,7 @@ MAX_RESUMPTIONS = 64
 """How often the engine may abort one reply, to be resumed by prefix."""
 MAX_LOSSES = 4
 """How often a reply's engine may die, and the reply be resumed on another: one that kills every engine it meets (a bug
-in the server) must not take the whole fleet down."""
+in the server) must not take the whole fleet down. Counted by role where prefill and decode are apart."""
 
 NEUTRAL = {"top_p": 1, "n": 1, "presence_penalty": 0, "frequency_penalty": 0, "stream": False, "logprobs": False}
 """Request fields that may be given with this value only."""
@@ -238,7 +239,7 @@ class Gateway:
         generations: list[Generation] = []
         sampled: list[int] = []
         rows = turn.segment.expert_rows
-        turns, losses = session.record.turns, 0
+        turns, losses = session.record.turns, Counter[str]()
         for attempt in range(MAX_RESUMPTIONS + 1):
             sampling = Sampling(
                 temperature=session.record.temperature,
@@ -252,10 +253,11 @@ class Gateway:
                     session_id, session, turn.prompt + sampled, sampling, f"{session_id}.{turns}.{attempt}"
                 )
             except EngineLost as error:
-                losses += 1
+                losses[error.role] += 1
                 self.stats.lost += 1
-                if losses > MAX_LOSSES:
-                    raise EngineError(f"{losses} engines died of one reply of session {session_id}: {error}") from error
+                if losses[error.role] > MAX_LOSSES:
+                    died = f"{losses[error.role]} engines"
+                    raise EngineError(f"{died} died of one reply of session {session_id}: {error}") from error
                 if error.partial is None:
                     continue
                 generation = error.partial

@@ -14,10 +14,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+from jaxtyping import Float32
+
 from rollout.engine.config import EngineConfig
 from rollout.engine.launch import server_specs
 from rollout.engine.launcher import Launched, Launcher, LocalLauncher
-from rollout.engine.pd import Half, Rendezvous, generate_apart, hand_over, pairs, rendezvous
+from rollout.engine.pd import NOWHERE, Half, Rendezvous, generate_apart, hand_over, pairs, rendezvous
 from rollout.engine.protocol import EngineError, EngineLost, EngineMetrics, Generation, Sampling
 from rollout.engine.recovery import UNKNOWN, Action, Do, FleetRecovery, Phase
 from rollout.engine.routing import Router
@@ -131,17 +134,13 @@ class EngineFleet:
 
     @property
     def engines(self) -> Sequence[SGLangEngine]:
-        """Those that take requests.
+        """Those that take requests; none while all are being started again.
 
         Raises:
-            EngineError: none does now.
+            EngineError: none will any more.
         """
-        if self._failed:
-            raise EngineError(self._failed)
-        live = [self._servers[index].engine for index in self._recovery.serving] if self._running else []
-        if not live:
-            raise EngineError(f"no inference server takes requests: {self.lost or 'none was started'}")
-        return live
+        self._require_hope()
+        return [self._servers[index].engine for index in self._recovery.serving]
 
     def engines_in(self, indexes: Sequence[int]) -> Sequence[SGLangEngine]:
         """Of these servers, those that have not died."""
@@ -226,6 +225,19 @@ class EngineFleet:
         slot = await self._first(lambda: self._router.pick(session, token_ids))
         with self._in_flight(request_id, slot):
             return await self._on(self._generating[slot], token_ids, sampling, request_id)
+
+    async def score(self, token_ids: Sequence[int]) -> Float32[np.ndarray, " tokens"]:
+        """Log-prob of each token given those before it, at temperature 1; position 0 is 0. By any server that takes
+        requests; where they are apart, by one that prefills, which sends the KV cache nowhere.
+
+        Raises:
+            EngineError: none takes requests now, or it failed.
+        """
+        able = self._prefill or self._generating
+        serving = [self._servers[index].engine for index in self._recovery.serving if index in able]
+        if not serving:
+            raise EngineError(f"no inference server takes requests: {self.lost or 'none was started'}")
+        return await serving[0].score(token_ids, NOWHERE.fields() if self._prefill else None)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; ids that are not in flight are ignored. Behind sglang-router every server is told, since
@@ -314,19 +326,26 @@ class EngineFleet:
         finally:
             self._requests.pop(request_id, None)
 
+    def _require_hope(self) -> None:
+        """Raises:
+        EngineError: no request will be taken any more: the fleet does not run, it failed, or all servers of a kind that
+            is needed are given up."""
+        if self._failed:
+            raise EngineError(self._failed)
+        needed = [self._generating, self._prefill] if self._prefill else [self._generating]
+        hopeful = all(map(self._recovery.hopeful, needed)) and (self._in_front is None or self._in_front.hopeful)
+        if not self._running or not hopeful:
+            raise EngineError(f"no inference server is left: {self.lost or 'none was started'}")
+
     async def _first(self, choose: Callable[[], T | None]) -> T:
         """What ``choose`` says as soon as it says something, while there is hope."""
         deadline = time.monotonic() + self.config.request_timeout_s
         while True:
             self._changed.clear()
-            if self._failed:
-                raise EngineError(self._failed)
-            slot = choose() if self._running else None
+            self._require_hope()
+            slot = choose()
             if slot is not None:
                 return slot
-            hopeful = self._recovery.hopeful and (self._in_front is None or self._in_front.hopeful)
-            if not self._running or not hopeful:
-                raise EngineError(f"no inference server is left: {self.lost or 'none was started'}")
             try:
                 await asyncio.wait_for(self._changed.wait(), min(1.0, max(deadline - time.monotonic(), 0.0)))
             except TimeoutError as error:
@@ -365,9 +384,9 @@ class EngineFleet:
     ) -> Generation:
         try:
             return await self._servers[index].engine.generate(token_ids, sampling, request_id, placement)
-        except EngineLost:
+        except EngineLost as error:
             self._apply(self._recovery.suspected(index))
-            raise
+            raise EngineLost(str(error), error.partial, self._servers[index].spec.role) from error
 
     async def _apart(self, token_ids: Sequence[int], sampling: Sampling, request_id: str, session: str) -> Generation:
         """Prefill on one server, decode on another. The first to fail ends both."""
@@ -524,17 +543,20 @@ class EngineFleet:
             await asyncio.sleep(DEATH_POLL_S)
 
     async def _watch_health(self, server: Server) -> None:
-        """Heartbeats, for as long as the fleet runs; a suspect's come without a pause."""
-        index = server.spec.index
+        """Heartbeats, for as long as the fleet runs; a suspect's come at once, and without a pause."""
+        index, interval = server.spec.index, self.config.recovery.heartbeat_interval_s
+        due = time.monotonic() + interval
         while True:
-            if self._recovery.phase(index) is not Phase.SUSPECT:
-                await asyncio.sleep(self.config.recovery.heartbeat_interval_s)
-            else:
-                await asyncio.sleep(DEATH_POLL_S)
+            await asyncio.sleep(min(DEATH_POLL_S, interval))
+            if self._recovery.phase(index) is not Phase.SUSPECT and time.monotonic() < due:
+                continue
+            due = time.monotonic() + interval
             client = server.client
             if client is None or self._recovery.phase(index) not in (Phase.SERVING, Phase.SUSPECT):
                 continue
             answered = await client.health()
+            if not answered:
+                await self._look_at(server)  # a process that ended says more of why
             if client is server.client:  # else it died meanwhile
                 self._apply(self._recovery.heartbeat(index, answered, time.monotonic()))
 

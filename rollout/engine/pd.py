@@ -39,6 +39,10 @@ class Rendezvous:
         return {"bootstrap_host": self.host, "bootstrap_port": self.port, "bootstrap_room": self.room}
 
 
+NOWHERE = Rendezvous("2.2.2.2", 0, 0)
+"""SGLang's own name for where no decode server is: a prefill server answers without having sent the KV cache."""
+
+
 def rendezvous(prefill_url: str, bootstrap_port: int, rng: random.Random) -> Rendezvous:
     """A new one; rooms are drawn so that two gateways do not meet in one."""
     host = urlsplit(prefill_url).hostname

@@ -19,12 +19,14 @@ class EngineLost(EngineError):
     """The connection to the engine broke: it died, or was given up because it hangs.
 
     Nothing is wrong with the request, so it may be sent to another engine. ``partial`` holds what had been sampled and
-    received by then (its finish reason is ABORT); None where nothing was.
+    received by then (its finish reason is ABORT); None where nothing was. ``role`` says which kind of server it was,
+    where prefill and decode are apart.
     """
 
-    def __init__(self, message: str, partial: Generation | None = None) -> None:
+    def __init__(self, message: str, partial: Generation | None = None, role: str = "both") -> None:
         super().__init__(message)
         self.partial = partial
+        self.role = role
 
 
 class FinishReason(enum.StrEnum):

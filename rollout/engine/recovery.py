@@ -26,7 +26,7 @@ those.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pydantic import Field
@@ -118,10 +118,9 @@ class FleetRecovery:
     def serving(self) -> Sequence[int]:
         return [index for index, server in enumerate(self._servers) if server.phase is Phase.SERVING]
 
-    @property
-    def hopeful(self) -> bool:
-        """Whether any server takes requests, or may do so again."""
-        return any(server.phase is not Phase.LOST for server in self._servers)
+    def hopeful(self, indexes: Iterable[int]) -> bool:
+        """Whether any of these takes requests, or may do so again."""
+        return any(self._servers[index].phase is not Phase.LOST for index in indexes)
 
     def generates(self, index: int) -> list[Action]:
         """A started server generated its first token."""

@@ -63,14 +63,18 @@ class SGLangEngine(SGLangWeights):
         with self._answer_errors("/generate"):
             return await receive(self._events("/generate", body, self._timeouts.request_s), stream)
 
-    async def score(self, token_ids: Sequence[int]) -> Float32[np.ndarray, " tokens"]:
-        """Log-prob of each token given those before it, at temperature 1; position 0 is 0."""
-        body = {
+    async def score(
+        self, token_ids: Sequence[int], placement: Mapping[str, Any] | None = None
+    ) -> Float32[np.ndarray, " tokens"]:
+        """Log-prob of each token given those before it, at temperature 1; position 0 is 0. ``placement`` as for
+        ``generate``."""
+        body: dict[str, Any] = {
             "input_ids": [int(token) for token in token_ids],
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
             "return_logprob": True,
             "logprob_start_len": 0,
         }
+        body |= placement or {}
         answer = await self._call("POST", "/generate", body, self._timeouts.request_s)
         with self._answer_errors("/generate"):
             entries = answer["meta_info"]["input_token_logprobs"]

@@ -137,7 +137,7 @@ class SGLangRouter:
     @property
     def hopeful(self) -> bool:
         """Whether it runs, or may do so again."""
-        return self._recovery.hopeful
+        return self._recovery.hopeful([0])
 
     @property
     def reason(self) -> str:

@@ -5,7 +5,7 @@ Its even weight versions are the weights of ``models[0]``, the odd ones those of
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.fleet import EngineFleet
 from rollout.engine.launcher import Launched
 from rollout.engine.sglang import SGLangEngine, Timeouts
+from rollout.engine.sglang_answers import STREAM_INTERVAL
 from rollout.processes import ProcessRegistry
 
 CONTEXT_LENGTH = 256
@@ -89,6 +90,17 @@ async def until_running(engine: SGLangEngine, requests: int) -> None:
         return (await engine.metrics()).running >= requests
 
     await until(enough)
+
+
+async def until_streaming(engine: SGLangEngine, prompts: Sequence[Sequence[int]]) -> None:
+    """Until the server has so many tokens of these prompts' replies that all must have sent some."""
+    held = sum(len(prompt) + 2 * STREAM_INTERVAL for prompt in prompts)
+
+    async def enough() -> bool:
+        metrics = await engine.metrics()
+        return metrics.running == len(prompts) and metrics.raw["num_used_tokens"] >= held
+
+    await until(enough, 60)
 
 
 async def until_idle(engine: SGLangEngine) -> None:

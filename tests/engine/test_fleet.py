@@ -186,7 +186,10 @@ def test_a_request_waits_for_the_only_server_to_come_back(make_fleet):
         async with started(make_fleet()) as fleet:
             os.kill(fleet.processes["engine-0"].pid, signal.SIGKILL)
             await phase_is(fleet, "engine-0", Phase.DOWN)
-            return await fleet.generate([1], ONE_TOKEN, "r", session="s")
+            assert list(fleet.engines) == []
+            answer = await fleet.generate([1], ONE_TOKEN, "r", session="s")
+            assert len(fleet.engines) == 1
+            return answer
 
     assert asyncio.run(run()).token_ids.tolist() == [2]
 
@@ -227,6 +230,23 @@ def test_a_server_that_keeps_dying_is_lost_for_good_with_its_reason(make_fleet):
                     await phase_is(fleet, "engine-0", Phase.SERVING)
             with pytest.raises(EngineError, match=r"no inference server is left.*engine-0.*lost.*SIGKILL"):
                 await fleet.generate([1], ONE_TOKEN, "r", session="s")
+            with pytest.raises(EngineError, match=r"no inference server is left.*SIGKILL"):
+                _ = fleet.engines
+
+    fleet = make_fleet()
+    with pytest.raises(EngineError, match="none was started"):
+        _ = fleet.engines
+    asyncio.run(run())
+
+
+def test_a_suspect_is_asked_at_once(make_fleet):
+    """Not when its next heartbeat is due: it takes no requests until it has answered."""
+
+    async def run():
+        async with started(make_fleet(recovery=RecoveryConfig(heartbeat_interval_s=3600))) as fleet:
+            fleet._apply(fleet._recovery.suspected(0))
+            assert list(fleet.engines) == []
+            await phase_is(fleet, "engine-0", Phase.SERVING)
 
     asyncio.run(run())
 

@@ -30,7 +30,7 @@ from rollout.engine.protocol import EngineError, EngineLost, FinishReason, Gener
 from rollout.engine.recovery import RecoveryConfig
 from rollout.engine.sglang import SGLangEngine
 from rollout.processes import ProcessError, ProcessRegistry, free_port
-from tests.engine.conftest import CONTEXT_LENGTH, received, until, until_received, until_running
+from tests.engine.conftest import CONTEXT_LENGTH, received, until, until_received, until_running, until_streaming
 from tests.trainer.models import MODELS, save_model
 
 FAKE = Path(__file__).with_name("fake_server.py")
@@ -152,7 +152,7 @@ def test_what_is_missing_is_said_before_anything_starts(tmp_path):
 
 
 @pytest.fixture
-def apart(monkeypatch, tmp_path):
+def make_apart(monkeypatch, tmp_path):
     """Two prefill servers and a decode server."""
 
     def command(config, model_dir, port, weight_version, index):
@@ -161,9 +161,19 @@ def apart(monkeypatch, tmp_path):
     monkeypatch.setattr(launcher_module, "command", command)
     monkeypatch.setattr(launcher_module, "transfer_problem", lambda backend: None)  # they send nothing
     roles = DisaggregationConfig(prefill=RoleConfig(servers=2), decode=RoleConfig(servers=1), bootstrap_port=BOOTSTRAP)
-    config = EngineConfig(context_length=128, disaggregation=roles, recovery=RecoveryConfig(backoff_s=0.1))
+
+    def make(**recovery: float) -> EngineFleet:
+        settings = RecoveryConfig(**({"backoff_s": 0.1} | recovery))
+        config = EngineConfig(context_length=128, disaggregation=roles, recovery=settings)
+        return EngineFleet(config, registry, tmp_path, print)
+
     with ProcessRegistry() as registry:
-        yield EngineFleet(config, registry, tmp_path, print)
+        yield make
+
+
+@pytest.fixture
+def apart(make_apart):
+    return make_apart()
 
 
 def test_both_servers_get_the_request_and_the_same_room(apart):
@@ -197,8 +207,9 @@ def test_a_prefill_server_that_dies_ends_the_request_so_that_it_can_go_to_the_ot
             in_flight = asyncio.create_task(apart.generate([1], Sampling(1.0, 9000), "r", session="s"))
             await until_received(apart.processes["decode-2"], "r")
             os.kill(apart.processes["prefill-0"].pid, signal.SIGKILL)
-            with pytest.raises(EngineLost):
+            with pytest.raises(EngineLost) as lost:
                 await asyncio.wait_for(in_flight, 60)
+            assert lost.value.role == "prefill"
             return await apart.generate([1], Sampling(1.0, 1), "r2", session="s")
         finally:
             await apart.stop()
@@ -228,6 +239,28 @@ def test_a_request_goes_to_two_servers_that_serve_at_the_same_time(apart):
             await apart.stop()
 
     assert asyncio.run(run()).token_ids.tolist() == [2]
+
+
+def test_without_any_prefill_server_a_request_fails_at_once(make_apart):
+    """The decode server that is left cannot generate alone."""
+
+    async def run():
+        fleet = make_apart(max_restarts=0)
+        await fleet.start(Path("unused"))
+        try:
+            for name in ("prefill-0", "prefill-1"):
+                os.kill(fleet.processes[name].pid, signal.SIGKILL)
+
+            async def given_up():
+                return len(fleet.lost) == 2
+
+            await until(given_up, 60)
+            with pytest.raises(EngineError, match=r"no inference server is left.*prefill-0.*SIGKILL"):
+                await asyncio.wait_for(fleet.generate([1], Sampling(1.0, 1), "r", session="s"), 60)
+        finally:
+            await fleet.stop()
+
+    asyncio.run(run())
 
 
 # Real servers
@@ -318,6 +351,18 @@ def test_the_prefill_server_keeps_the_prefixes_of_a_session(pair, models):
     agree(models[0], later, second)
 
 
+def test_a_sequence_is_scored_by_the_prefill_server_alone(pair, models):
+    async def run() -> list[np.ndarray]:
+        scored = await asyncio.gather(*(pair.fleet.score([2, *range(30, 40 + index)]) for index in range(3)))
+        for engine in pair.fleet.engines:
+            await engine.until_idle()
+        return scored
+
+    for index, found in enumerate(pair.run(run())):
+        expected = models[0].logprobs([2, *range(30, 40 + index)])
+        np.testing.assert_allclose(found[1:], expected[1:], atol=1e-4)
+
+
 def test_an_aborted_reply_returns_what_it_had_and_leaves_both_servers_idle(pair, models):
     async def run() -> Generation:
         reply = asyncio.create_task(pair.fleet.generate([2, 9, 9], LONG, "to end", "s"))
@@ -377,8 +422,7 @@ def test_a_killed_half_comes_back_and_the_pair_goes_on(pair, models, victim):
 
     async def run() -> tuple[list[Generation | BaseException], Generation]:
         replies = [asyncio.create_task(pair.generate(prompt, LONG)) for prompt in prompts]
-        await until_running(pair.fleet.engines[1], len(prompts))
-        await asyncio.sleep(0.5)  # the first tokens are on their way
+        await until_streaming(pair.fleet.engines[1], prompts)
         os.kill(pair.fleet.processes[victim].pid, signal.SIGKILL)
         outcomes = await asyncio.gather(*replies, return_exceptions=True)
         while victim not in pair.fleet.lost:  # noqa: ASYNC110  # nothing tells us

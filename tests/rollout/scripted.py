@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -41,6 +42,8 @@ class ScriptedEngines:
         """Abort the next generation after so many tokens."""
         self.die_after: list[int] = []
         """Die after so many tokens of the next generations, in turn."""
+        self.dying: Iterator[str] = itertools.repeat("both")
+        """Roles of those that die."""
         self.broken = False
         self.calls: list[tuple[list[int], Sampling, str]] = []
         self.aborted: list[str] = []
@@ -66,7 +69,8 @@ class ScriptedEngines:
             ids, finish = ids[: sampling.max_new_tokens], FinishReason.LENGTH
         if self.die_after:
             ids = ids[: self.die_after.pop(0)]
-            raise EngineLost("http://engine died", _generation(ids, version, FinishReason.ABORT, token_ids, sampling))
+            had = _generation(ids, version, FinishReason.ABORT, token_ids, sampling)
+            raise EngineLost("http://engine died", had, next(self.dying))
         return _generation(ids, version, finish, token_ids, sampling)
 
     async def abort(self, request_ids: Sequence[str]) -> None:

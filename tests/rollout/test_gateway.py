@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -135,9 +136,11 @@ def test_a_reply_whose_engine_died_goes_on_elsewhere_from_what_was_received(rece
     assert stats.sampled_tokens == 6
 
 
-def test_a_reply_that_kills_every_engine_is_given_up():
+@pytest.mark.parametrize(("roles", "calls"), [(["both"], 5), (["prefill", "decode"], 9)])
+def test_a_reply_that_kills_every_engine_is_given_up(roles, calls):
+    """Of prefill and decode servers neither uses up what the other may lose."""
     engines = ScriptedEngines(lambda prompt: "12345")
-    engines.die_after = [0] * 50
+    engines.die_after, engines.dying = [0] * 50, itertools.cycle(roles)
 
     async def play():
         async with gateway(engines) as served:
@@ -147,7 +150,7 @@ def test_a_reply_that_kills_every_engine_is_given_up():
             return await served.close("s")
 
     assert run(play()).segments == []
-    assert len(engines.calls) == 5
+    assert len(engines.calls) == calls
 
 
 def test_routed_experts_of_every_position_are_recorded_once():
