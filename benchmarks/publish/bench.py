@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.publish.local import LocalSender
 from benchmarks.publish.models import Size, Weights, turn
 from benchmarks.publish.watch import Span, Watched, phases
 from rl.weights.ipc import IpcTransport, Openings
-from rl.weights.local import LocalSender
 from rl.weights.publisher import Published, publish
 from rl.weights.target import WeightTarget
 from rl.weights.transports import Transport

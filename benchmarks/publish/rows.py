@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.publish.bench import HTTP_BUCKET_BYTES, ONE_BUCKET_BYTES, Bench, checking
+from benchmarks.publish.bits import engine_checksums
 from benchmarks.publish.copies import copy_speed
 from benchmarks.publish.patches import Patches
 from benchmarks.publish.report import Report
-from rl.weights.bits import engine_checksums
 from rl.weights.collective import Broadcasts, CollectiveTransport
 from rl.weights.ipc import Openings
 from rl.weights.serialize import make_buckets

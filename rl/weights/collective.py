@@ -20,9 +20,6 @@ from rl.weights.target import WeightTarget, in_session, on_all
 from rollout.engine.protocol import EngineError
 from rollout.engine.sglang_weights import BucketShape, UpdateGroup
 
-Member = tuple[str, int]
-"""An engine's URL, and which object speaks to it: a server that was started anew has another."""
-
 
 @dataclass
 class Broadcasts:
@@ -35,7 +32,8 @@ class Broadcasts:
     made: int = 0
     """Groups so far; part of their names, so that a new one never meets an old one's members."""
     group: UpdateGroup | None = None
-    members: tuple[Member, ...] = ()
+    members: tuple[WeightTarget, ...] = ()
+    """Who speaks to its engines: a server that was started anew has another."""
 
     async def join(self, engines: Sequence[WeightTarget]) -> UpdateGroup:
         """The group of these engines, made where there is none.
@@ -43,7 +41,7 @@ class Broadcasts:
         Raises:
             EngineError: naming every engine that did not join.
         """
-        wanted = tuple((engine.url, id(engine)) for engine in engines)
+        wanted = tuple(engines)
         if self.group is not None and wanted == self.members:
             return self.group
         await self.leave(engines)

@@ -32,8 +32,8 @@ from rollout.engine.sglang_weights import BucketShape
 class Held:
     """What an engine has of ours."""
 
-    speaker: int
-    """Which object speaks to it: a server that was started anew has another."""
+    speaker: WeightTarget
+    """Who speaks to it: a server that was started anew has another."""
     layout_id: str = ""
     memory_ids: tuple[str, ...] = ()
     """Of its ranks; none where they closed it."""
@@ -60,7 +60,7 @@ class Openings:
 
     def held(self, engine: WeightTarget) -> Held:
         held = self._held.get(engine.url)
-        return held if held is not None and held.speaker == id(engine) else Held(id(engine))
+        return held if held is not None and held.speaker is engine else Held(engine)
 
     def set(self, engine: WeightTarget, held: Held | None) -> None:
         """What it has now; None: that is not known."""
@@ -178,7 +178,7 @@ class IpcTransport:
         self.openings.last[engine.url] = checked_answers(engine.url, file, ranks)
         file.unlink()
         kept = tuple(memory_ids) if requests[0].keep else ()
-        self.openings.set(engine, Held(id(engine), layout_id, kept))
+        self.openings.set(engine, Held(engine, layout_id, kept))
 
     async def _lacks_memory(self, engine: WeightTarget) -> bool:
         ranks = (await engine.abilities()).tensor_parallel

@@ -11,6 +11,8 @@ import asyncio
 import base64
 import enum
 import io
+import operator
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -24,9 +26,10 @@ from rollout.engine.protocol import EngineError
 from rollout.engine.sglang_http import Connection, Timeouts
 
 UPDATE_IS_OPEN = "session is already open"
-IDLE_POLL_S = 0.02
-IDLE_READINGS = 2
-"""In a row: the first may fall between the last token and the end of its batch."""
+IDLE_POLL_S = 0.002
+IDLE_S = 0.02
+"""How long a server must have said that it is idle, unless it says so of two moments: what it says may be old, or fall
+between the last token and the end of its batch. (One that sleeps when idle says nothing new.)"""
 
 
 class PauseMode(enum.StrEnum):
@@ -141,19 +144,21 @@ class SGLangWeights(Connection):
 
     async def until_idle(self, waiting: bool = True) -> None:
         """Until nothing runs or, if ``waiting``, waits."""
-        readings = 0
+        since, first = 0.0, None
         try:
             async with asyncio.timeout(self._timeouts.control_s):
                 while True:
                     answer = await self._call("GET", "/v1/loads", None, self._timeouts.control_s)
                     with self._answer_errors("/v1/loads"):
-                        busy = sum(
-                            load["num_running_reqs"] + (load["num_waiting_reqs"] if waiting else 0)
-                            for load in answer["loads"]
-                        )
-                    readings = 0 if busy else readings + 1
-                    if readings == IDLE_READINGS:
-                        return
+                        loads = answer["loads"]
+                        busy = sum(load["num_running_reqs"] + load["num_waiting_reqs"] * waiting for load in loads)
+                        moments = [load.get("timestamp") for load in loads]  # of each data-parallel rank
+                        if busy:
+                            first = None
+                        elif first is None:
+                            since, first = time.monotonic(), moments
+                        elif time.monotonic() - since >= IDLE_S or all(map(operator.ne, first, moments)):
+                            return
                     await asyncio.sleep(IDLE_POLL_S)
         except TimeoutError as error:
             raise EngineError(f"{self.url} was not idle within {self._timeouts.control_s:g} s") from error

@@ -7,14 +7,14 @@ import signal
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from benchmarks.publish.models import SIZES, random_weights, write
 from rollout.engine.config import EngineConfig
 from rollout.engine.disaggregation import DisaggregationConfig, RoleConfig, transfer_problem
 from rollout.engine.fleet import EngineFleet
 from rollout.engine.protocol import EngineLost, Generation, Sampling
 from rollout.processes import ProcessRegistry, free_port
+from tests.engine.conftest import until_streaming
+from tests.engine.gpu_models import CONTEXT, NOISE, SETTINGS, START_S, Model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,33 +22,14 @@ pytestmark = [
     pytest.mark.timeout(500),
 ]
 
-CONTEXT = 2048
-NOISE = 0.15
-"""Largest |Δ log-prob| of one model on two kernels in bfloat16."""
-START_S = 280.0
-"""The first start compiles kernels."""
-LONG = Sampling(0.0, 1024)
+SHORT, LONG = Sampling(0.0, 64), Sampling(0.0, 1024)
+PROMPTS = [list(range(10 + 7 * index, 74 + 40 * index)) for index in range(8)]
+DYING = [[9, 8, 7], [9, 8, 6]]
 
 
-def scores(model_dir, ids):
-    """HF's log-prob of each token given those before it."""
-    hf = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).cuda().eval()
-    with torch.no_grad():
-        logprobs = hf(torch.tensor([ids], device="cuda")).logits[0, :-1].float().log_softmax(-1).cpu()
-    return logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-
-
-def test_two_servers_of_one_gpu_share_requests_and_one_comes_back(tmp_path):
-    if (problem := transfer_problem("mooncake_tcp")) is not None:
-        pytest.skip(problem)
-    size = SIZES["135m"]
-    weights = random_weights(size, 0, "cuda", torch.bfloat16)
-    for name, tensor in weights.items():
-        if "norm" not in name:
-            tensor.mul_(3)
-    model_dir = write(tmp_path / "model", size, weights, CONTEXT)
+def config() -> EngineConfig:
     half = RoleConfig(memory_fraction=0.3, max_total_tokens=32_768)
-    config = EngineConfig(
+    return EngineConfig(
         device="cuda",
         dtype="bfloat16",
         context_length=CONTEXT,
@@ -57,36 +38,40 @@ def test_two_servers_of_one_gpu_share_requests_and_one_comes_back(tmp_path):
             prefill=half, decode=half, transfer_backend="mooncake_tcp", bootstrap_port=free_port(), share_gpus=True
         ),
         start_timeout_s=START_S,
-        extra_args={
-            "attention-backend": "triton",
-            "sampling-backend": "pytorch",
-            "grammar-backend": "none",
-            "disable-prefill-cuda-graph": True,
-            "cuda-graph-max-bs-decode": 16,
-        },
+        extra_args=SETTINGS,
     )
-    prompts = [list(range(10 + 7 * index, 74 + 40 * index)) for index in range(8)]
 
-    async def run(registry: ProcessRegistry) -> tuple[list[Generation], list[Generation | BaseException], Generation]:
-        fleet = EngineFleet(config, registry, tmp_path, print)
-        await fleet.start(model_dir)
+
+def test_two_servers_of_one_gpu_share_requests_and_one_comes_back(tmp_path):
+    if (problem := transfer_problem("mooncake_tcp")) is not None:
+        pytest.skip(problem)
+    model = Model(tmp_path / "model", 0)
+
+    async def run(fleet: EngineFleet) -> tuple[list[Generation], torch.Tensor, list[Generation | BaseException]]:
+        await fleet.start(model.directory)
         try:
-            sampling = Sampling(0.0, 64)
             told = await asyncio.gather(
-                *(fleet.generate(prompt, sampling, f"r{index}", f"s{index}") for index, prompt in enumerate(prompts))
+                *(fleet.generate(prompt, SHORT, f"r{index}", f"s{index}") for index, prompt in enumerate(PROMPTS))
             )
-            dying = [asyncio.create_task(fleet.generate([9, 8, 7], LONG, f"d{index}", f"d{index}")) for index in (0, 1)]
-            await asyncio.sleep(0.5)
+            scored = torch.from_numpy(await fleet.score(PROMPTS[-1]))
+            dying = [
+                asyncio.create_task(fleet.generate(prompt, LONG, f"d{index}", f"d{index}"))
+                for index, prompt in enumerate(DYING)
+            ]
+            await until_streaming(fleet.engines[1], DYING)
             os.kill(fleet.processes["decode-1"].pid, signal.SIGKILL)
             ended = await asyncio.gather(*dying, return_exceptions=True)
-            return told, ended, await fleet.generate(prompts[0], sampling, "again", "s0")
+            return [*told, await fleet.generate(PROMPTS[0], SHORT, "again", "s0")], scored, ended
         finally:
             await fleet.stop()
 
     with ProcessRegistry() as registry:
-        told, ended, again = asyncio.run(run(registry))
-    for prompt, answer in zip([*prompts, prompts[0]], [*told, again], strict=True):
-        assert len(answer.token_ids) == 64
-        expected = scores(model_dir, [*prompt, *answer.token_ids.tolist()])[len(prompt) - 1 :]
+        told, scored, ended = asyncio.run(run(EngineFleet(config(), registry, tmp_path, print)))
+    for prompt, answer in zip([*PROMPTS, PROMPTS[0]], told, strict=True):
+        assert len(answer.token_ids) == SHORT.max_new_tokens
+        expected = model.logprobs([*prompt, *answer.token_ids.tolist()])[len(prompt) - 1 :]
         assert float((torch.from_numpy(answer.logprobs) - expected).abs().max()) < NOISE
-    assert all(isinstance(outcome, EngineLost) for outcome in ended)
+    assert float((scored[1:] - model.logprobs(PROMPTS[-1])).abs().max()) < NOISE
+    for outcome in ended:
+        assert isinstance(outcome, EngineLost)
+        assert (outcome.role, outcome.partial is not None) == ("decode", True)

@@ -16,20 +16,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from benchmarks.publish.models import SIZES, random_weights, write
-from rl.weights.bits import engine_checksums
+from benchmarks.publish.bits import engine_checksums
+from benchmarks.publish.local import LocalSender
 from rl.weights.colocation import Colocation
 from rl.weights.delta_transport import DeltaTransport, Held
 from rl.weights.ipc import IpcTransport, Openings
-from rl.weights.local import LocalSender
 from rl.weights.publisher import publish
 from rl.weights.transports import DiskTransport
 from rollout.engine.config import EngineConfig
 from rollout.engine.fleet import EngineFleet
 from rollout.engine.sglang import SGLangEngine, Timeouts
 from rollout.processes import ProcessRegistry, free_port
+from tests.engine.gpu_models import CONTEXT, NOISE, SETTINGS, SIZE, START_S, Model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,30 +36,8 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-SIZE = SIZES["135m"]
-CONTEXT = 2048
 IDS = list(range(10, 74))
-NOISE = 0.5
-"""Above the largest |Δ log-prob| of one model on two kernels in bfloat16 (0.27 was seen); other weights differ by more
-than 1, and what is exact is compared by checksums."""
-START_S = 280.0
-"""The first start compiles kernels."""
 BUCKET_BYTES = 64 << 20
-
-
-class Model:
-    """A version: its weights on the device, its directory, and HF's log-probs of it."""
-
-    def __init__(self, directory, seed):
-        self.weights = random_weights(SIZE, seed, "cuda", torch.bfloat16)
-        for name, tensor in self.weights.items():
-            if "norm" not in name:
-                tensor.mul_(3)  # so that two versions disagree clearly
-        self.directory = write(directory, SIZE, self.weights, CONTEXT)
-        hf = AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.bfloat16).cuda().eval()
-        with torch.no_grad():
-            scores = hf(torch.tensor([IDS], device="cuda")).logits[0, :-1].float().log_softmax(-1).cpu()
-        self.logprobs = scores.gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
 
 
 class Trainer:
@@ -102,7 +79,7 @@ def free_bytes():
 
 async def gap(engine, model):
     found = torch.from_numpy(await engine.score(IDS))[1:]
-    return float((found - model.logprobs).abs().max())
+    return float((found - model.logprobs(IDS)).abs().max())
 
 
 async def assert_holds(engine, models, version):
@@ -124,7 +101,6 @@ def models():
 @pytest.fixture(scope="module")
 def fleet(models, tmp_path_factory):
     """One server of ``models[0]``, watched in a thread, and started again when it dies."""
-    extra = {"attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none"}
     config = EngineConfig(
         device="cuda",
         dtype="bfloat16",
@@ -133,7 +109,7 @@ def fleet(models, tmp_path_factory):
         memory_fraction=0.3,
         memory_saver=True,
         start_timeout_s=START_S,
-        extra_args=extra | {"disable-prefill-cuda-graph": True, "cuda-graph-max-bs-decode": 16},
+        extra_args=SETTINGS,
     )
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl.weights.bits import engine_checksums
+from benchmarks.publish.bits import engine_checksums
+from benchmarks.publish.local import LocalSender
 from rl.weights.flat import memory_handle
 from rl.weights.ipc import IpcTransport, Openings
-from rl.weights.local import LocalSender
 from rl.weights.publisher import Fallback, PublishError, publish
 from rollout.engine.opened_memory import LOADER, Answer
 from rollout.engine.protocol import Sampling

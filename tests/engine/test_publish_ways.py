@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from benchmarks.publish.local import LocalSender
 from rl.weights.collective import Broadcasts, CollectiveTransport
 from rl.weights.copies import Copies
 from rl.weights.delta_transport import DeltaTransport, Held
 from rl.weights.ipc import IpcTransport, Openings
-from rl.weights.local import LocalSender
 from rl.weights.publisher import Fallback, PublishError, publish
 from rl.weights.receiver import make_app
 from rl.weights.transports import Transport
