@@ -18,7 +18,7 @@ from pydantic import Field
 
 from algorithms.group import GroupAlgorithm
 from algorithms.icepop import IcePopConfig, pop
-from algorithms.packed import chunks, empty_like, sample_sums, spread
+from algorithms.packed import chunks, empty_like, sample_sums, to_tokens
 from algorithms.ratios import MAX_LOG_RATIO, clipped
 from algorithms.tokens import TokenLoss, needed
 from algorithms.types import LossInputs, LossOutput, Need
@@ -41,7 +41,7 @@ class GSPO(GroupAlgorithm[Config]):
             torch.sub(inputs.logprobs.detach()[at], old_logprobs[at], out=weighted[at]).mul_(inputs.weights[at])
         total = sample_sums(inputs.weights, edges)
         log_s = sample_sums(weighted, edges) / torch.where(total > 0, total, 1.0)
-        sequence_log_ratio = spread(log_s.to(weighted.dtype), edges)
+        sequence_log_ratio = to_tokens(log_s.to(weighted.dtype), edges)
         return super().loss(dataclasses.replace(inputs, sequence_log_ratio=sequence_log_ratio))
 
     def objective(self, t: LossInputs) -> TokenLoss:

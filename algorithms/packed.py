@@ -47,7 +47,7 @@ def indicator(x: Float32[Tensor, " n"]) -> Float32[Tensor, " n"]:
     return torch.ne(x, 0, out=torch.empty_like(x))
 
 
-def spread(x: Shaped[Tensor, " samples"], cu_seqlens: Int[Tensor, " samples+1"]) -> Shaped[Tensor, " tokens"]:
+def to_tokens(x: Shaped[Tensor, " samples"], cu_seqlens: Int[Tensor, " samples+1"]) -> Shaped[Tensor, " tokens"]:
     """Each sample's value at each of its tokens."""
     lengths = cu_seqlens.diff()
     if x.device.type == "cpu":  # ten times faster than torch.repeat_interleave, which makes an index first

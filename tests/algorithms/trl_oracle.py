@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from algorithms.packed import spread
+from algorithms.packed import to_tokens
 from algorithms.types import RolloutBatch
 
 
@@ -75,5 +75,5 @@ def trl_loss(
 
 
 def _rows_and_columns(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-    rows = spread(torch.arange(batch.samples), batch.cu_seqlens)
+    rows = to_tokens(torch.arange(batch.samples), batch.cu_seqlens)
     return rows, torch.arange(len(rows)) - batch.cu_seqlens[rows]
