@@ -22,13 +22,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
-from jaxtyping import Float64
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from algorithms.host import sample_counts
-from algorithms.metrics import Max, Mean, Metric, Metrics, Sum, merge_metrics
-from algorithms.types import Algorithm, LossInputs, Need, Targets
+from algorithms.metrics import merge_metrics
+from algorithms.types import Algorithm, Need, Targets
 from rl.batch import LossConstants, RolloutKey, SampleTokens, TrainBatch, build_batch, plan_micro_batches
 from rl.stopwatch import Stopwatch
 from rl.teachers.teaching import TeacherSetup, Teaching
@@ -64,6 +63,7 @@ from rl.trainer.checkpoint import Checkpoints
 from rl.trainer.collective import gather_objects, on_every_rank, on_rank_zero
 from rl.trainer.cost import balance_length
 from rl.trainer.distributions import PolicyLogits
+from rl.trainer.figures import Unread
 from rl.trainer.forward import batch_logprobs, batch_topk, run_passes
 from rl.trainer.indexer_update import update_indexer
 from rl.trainer.memory_plan import check_fits, describe, plan_memory
@@ -73,8 +73,6 @@ from rl.trainer.optimizer import Optimizer
 from rl.trainer.transfer import sent
 
 TEACHER_NEEDS = frozenset({Need.TEACHER_LOGPROBS, Need.TEACHER_VIEWS, Need.LOGITS})
-LOSS, GAP_MAX, GAP_MEAN = "_loss", "_gap_max", "_gap_mean"
-"""Metrics that are merged with the algorithm's and become fields of the result."""
 
 
 @dataclasses.dataclass
@@ -250,18 +248,17 @@ class TrainerWorker:
         with watch.phase("optimizer"):
             norm = loaded.optimizer.start(lr, unread.loss())
         with watch.phase("report"):
-            report = unread.read()
-            loss, gap_max, gap_mean = (_pop(report, key) for key in (LOSS, GAP_MAX, GAP_MEAN))
-            facts = f"{name}: loss {loss}, lr {lr}, {len(trained)} samples, {tokens} tokens"
-            loss, grad_norm = self._checked(loss, norm, facts)
+            figures = unread.read()
+            facts = f"{name}: loss {figures.loss}, lr {lr}, {len(trained)} samples, {tokens} tokens"
+            loss, grad_norm = self._checked(figures.loss, norm, facts)
         loaded.steps += 1
         return UpdateResult(
             step=loaded.steps,
             loss=loss,
-            logprob_gap_max=gap_max,
-            logprob_gap_mean=gap_mean,
+            logprob_gap_max=figures.gap_max,
+            logprob_gap_mean=figures.gap_mean,
             gradient_digest=digest,
-            metrics=merge_metrics([targets.metrics, report, scored.metrics if scored else {}]),
+            metrics=merge_metrics([targets.metrics, figures.metrics, scored.metrics if scored else {}]),
             grad_norm=grad_norm,
             lr=lr,
             samples=len(trained),
@@ -338,9 +335,9 @@ class TrainerWorker:
         micro_batches: list[list[int]],
         algorithm: Algorithm,
         scored: Scored | None,
-    ) -> _Unread:
+    ) -> Unread:
         """Add the summed gradient to what is in the model."""
-        unread = _Unread([], [])
+        unread = Unread()
         whole = LossConstants.of(batch.rollout, targets)
         # Sent when the first loss is computed: by then a GPU is at work on the forward pass.
         constants = functools.cache(lambda: sent(whole, platform.device()))
@@ -351,8 +348,7 @@ class TrainerWorker:
             if views is not None:
                 inputs = dataclasses.replace(inputs, logits=logits, teacher_views=views.of(taken))
             output = algorithm.loss(inputs)
-            unread.metrics.append(output.metrics)
-            unread.numbers.append(_pass_numbers(output.loss, inputs, own))
+            unread.note(output, inputs, own)
             return output.loss
 
         passes = run_passes if views is None else run_distribution_passes
@@ -466,54 +462,6 @@ def _finalize_gradients(model: list[Any], num_tokens: Tensor | None, **kwargs: A
         finalize_model_grads(model, None, **kwargs)
 
 
-@dataclasses.dataclass
-class _Unread:
-    """What passes leave on the device, for the host to read when it has nothing else to give it."""
-
-    metrics: list[Metrics]
-    """Of each micro-batch; the algorithm's."""
-    numbers: list[Float64[Tensor, " 6"]]
-    """Likewise; see ``_pass_numbers``."""
-
-    def loss(self) -> Float64[Tensor, ""] | None:
-        """This rank's part."""
-        return torch.stack(self.numbers)[:, 0].sum() if self.numbers else None
-
-    def read(self) -> dict[str, Metric]:
-        """The metrics of all ranks."""
-        parts = list(self.metrics)
-        if self.numbers:
-            parts += [_pass_metrics(*row) for row in torch.stack(self.numbers).tolist()]
-        # The ranks of one tensor- and context-parallel group computed the same numbers; only the last stage has any.
-        speaks = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
-        return merge_metrics(gather_objects(merge_metrics(parts) if speaks else {}))
-
-
-def _pass_numbers(loss: Tensor, inputs: LossInputs, own: Tensor) -> Float64[Tensor, " 6"]:
-    """Of one micro-batch, the arguments of ``_pass_metrics``. They stay on the device until the passes are over:
-    reading them would hold up the backward pass.
-
-    Args:
-        own: tokens that the current weights sampled.
-    """
-    gap = (inputs.logprobs.detach() - inputs.rollout_logprobs).abs().where(own, 0.0)
-    trained = inputs.weights != 0
-    entropy = torch.zeros_like(gap) if inputs.entropy is None else inputs.entropy.where(trained, 0.0)
-    numbers = [loss.detach(), gap.max(), gap.sum(), own.sum(), entropy.sum(), trained.sum()]
-    return torch.stack([x.double() for x in numbers])
-
-
-def _pass_metrics(
-    loss: float, gap_max: float, gap_sum: float, sampled: float, entropy_sum: float, tokens: float
-) -> dict[str, Metric]:
-    return {
-        LOSS: Sum(loss),
-        GAP_MAX: Max(gap_max if sampled else None),
-        GAP_MEAN: Mean(gap_sum, sampled),
-        "entropy": Mean(entropy_sum, tokens),
-    }
-
-
 def _gradient_digest(optimizer: Optimizer) -> int:
     """Equal only for bit-equal gradients on every rank. Small enough to be exact as a JSON number."""
     mine = xxhash.xxh3_64()
@@ -538,7 +486,3 @@ def _exhaust(weights: Iterator[tuple[str, Tensor]]) -> None:
     """Take part in an export whose tensors this rank does not need."""
     for _ in weights:
         pass
-
-
-def _pop(report: dict[str, Metric], name: str) -> float | None:
-    return report.pop(name).value()
