@@ -133,7 +133,8 @@ class PublishConfig(Section):
     """Tensors that are sent together."""
     resident_bytes: int = Field(4 * 2**30, ge=0)
     """For ``ipc``: weights up to this size are staged on the device in whole while engines still generate, and copied
-    from there at one request; larger ones go in buckets."""
+    from there at one request; larger ones go in rounds of this size, each a request (of ``bucket_bytes``, if that is
+    more). The trainer's rank has the memory beside its weights."""
     directory: Path | None = None
     """Where the last versions are kept, for ``disk`` and for what fails or starts anew; null: this machine's shared
     memory."""

@@ -17,7 +17,7 @@ from rl.weights.serialize import make_buckets
 from rl.weights.transports import DiskTransport, TensorTransport, Transport
 
 REPEATS, FEW = 9, 3
-ROUND_BYTES = 512 << 20
+SMALL_ROUND_BYTES, ROUND_BYTES = 512 << 20, 4 << 30
 SHARES = (0.01, 0.1, 1.0)
 BAR_IPC_OF_COPY, BAR_FULL_S, BAR_PAUSE_S = 0.5, 0.5, 1.0
 
@@ -46,9 +46,8 @@ class Rows:
             "ipc_closed_each_time": lambda: bench.speed(
                 functools.partial(bench.ipc, self.closed), REPEATS, self.closed
             ),
-            "ipc_in_rounds": lambda: bench.speed(
-                functools.partial(bench.ipc, self.bounded, ROUND_BYTES), FEW, self.bounded
-            ),
+            "ipc_in_rounds": lambda: self._in_rounds(ROUND_BYTES),
+            "ipc_in_small_rounds": lambda: self._in_rounds(SMALL_ROUND_BYTES),
             "ipc_of_handles": lambda: bench.speed(bench.handles, FEW),
         }
         with_files: dict[str, Row] = {
@@ -84,6 +83,10 @@ class Rows:
 
     async def _copy(self) -> dict[str, Any]:
         return copy_speed(self.bench.weights, self.bench.device)
+
+    async def _in_rounds(self, nbytes: int) -> dict[str, Any]:
+        make = functools.partial(self.bench.ipc, self.bounded, nbytes)
+        return {"round_bytes": nbytes} | await self.bench.speed(make, FEW, self.bounded)
 
     async def ipc_bits(self) -> dict[str, Any]:
         """The engine's parameters after the plan's copies, after SGLang's own loader has loaded the same, and after

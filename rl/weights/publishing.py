@@ -84,8 +84,14 @@ class WeightPublisher:
             delta = DeltaTransport(new, base, self.receivers, work, self.config.timeout_s)
             self._exported = (version, delta, delta)
         else:
-            self._plan = self._plan or await self.source.plan_weights(self.config.bucket_bytes)
+            self._plan = self._plan or await self.source.plan_weights(self._round_bytes)
             self._exported = (version, self._direct(), disk)
+
+    @property
+    def _round_bytes(self) -> int:
+        """Of the buffer that weights go through where they do not fit it in whole: each round costs a request."""
+        config = self.config
+        return max(config.bucket_bytes, config.resident_bytes) if self.choice.way == "ipc" else config.bucket_bytes
 
     def _direct(self) -> Transport:
         if self.choice.way == "ipc":

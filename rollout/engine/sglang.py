@@ -70,7 +70,8 @@ class SGLangEngine(SGLangWeights):
         ``generate``."""
         body: dict[str, Any] = {
             "input_ids": [int(token) for token in token_ids],
-            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
+            # A server that only prefills samples a token in any case.
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0 if placement is None else 1},
             "return_logprob": True,
             "logprob_start_len": 0,
         }

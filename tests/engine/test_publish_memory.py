@@ -7,16 +7,25 @@ import os
 import signal
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.publish.bits import engine_checksums
 from benchmarks.publish.local import LocalSender
+from rl.config import PublishConfig
+from rl.weights.choose import Choice
 from rl.weights.flat import memory_handle
 from rl.weights.ipc import IpcTransport, Openings
 from rl.weights.publisher import Fallback, PublishError, publish
+from rl.weights.publishing import WeightPublisher
+from rollout.engine.config import EngineConfig
+from rollout.engine.fleet import EngineFleet
 from rollout.engine.opened_memory import LOADER, Answer
 from rollout.engine.protocol import Sampling
+from rollout.engine.sglang import SGLangEngine, Timeouts
+from rollout.processes import ProcessRegistry
+from tests.engine.conftest import CONTEXT_LENGTH, until
 from tests.engine.test_publish import PROMPT, assert_sampled_by_its_versions
 from tests.engine.test_publish_failures import NEW, SHAPES, ScriptedEngine
 from tests.engine.test_publish_ways import BUCKET_BYTES, named
@@ -103,6 +112,42 @@ def test_a_server_that_forgot_is_told_again(server):
     assert_sampled_by_its_versions(server, PROMPT, generation, 1.0)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_a_server_that_was_killed_is_told_again_by_a_trainer_that_lives(server, models, tmp_path):
+    """The trainer keeps its memory, and speaks to the server through the same object, so that it thinks that it is
+    open there; on a GPU: ``test_gpu_publish``."""
+    config = EngineConfig(context_length=CONTEXT_LENGTH, max_total_tokens=2048, start_timeout_s=300)
+
+    async def run(registry):
+        fleet, trainer = EngineFleet(config, registry, tmp_path, print), Trainer(server)
+        await fleet.start(models[0].directory)
+        try:
+            async with SGLangEngine(fleet.engines[0].url, Timeouts()) as engine:
+                before = fleet.processes["engine-0"].pid
+                done, answers = [], []
+                for version in (1, 2, 3):
+                    published, answer = await trainer.publish(engine, version)
+                    done.append(published.attempts)
+                    answers.append(answer.how)
+                    if version == 1:
+                        os.kill(before, signal.SIGKILL)
+
+                        async def back():
+                            return bool(fleet.engines) and fleet.processes["engine-0"].pid != before
+
+                        await until(back, 300)
+                return done, answers, await engine.score(PROMPT)
+        finally:
+            await fleet.stop()
+
+    with ProcessRegistry() as registry:
+        attempts, answers, scored = asyncio.run(run(registry))
+    assert attempts == [1, 2, 1]
+    assert answers == ["loader, recorded", "loader, recorded", "plan"]
+    np.testing.assert_allclose(scored, models[1].logprobs(PROMPT), atol=1e-4)
+
+
 def test_another_layout_is_recorded_anew(server):
     async def run():
         async with server.engine() as engine:
@@ -155,6 +200,29 @@ def test_the_trainer_says_once_what_opens_its_memory(resident_bytes):
     asyncio.run(run())
     openings.close()
     assert asked == [1, 1, 2]
+
+
+class Saved(LocalSender):
+    """A trainer's, as far as ``WeightPublisher`` asks."""
+
+    async def save_hf(self, directory):
+        directory.mkdir()
+
+
+@pytest.mark.parametrize(("resident_bytes", "rounds"), [(64, 1), (32, 2), (0, 4)])
+def test_a_round_is_as_large_as_the_memory_that_it_may_take(resident_bytes, rounds, tmp_path):
+    shapes = dict.fromkeys("abcd", (4,))
+    config = PublishConfig(bucket_bytes=16, resident_bytes=resident_bytes, directory=tmp_path)
+    source = Saved([(name, torch.zeros(shape)) for name, shape in shapes.items()])
+
+    async def run():
+        engine, publisher = Opens("one"), WeightPublisher(config, Choice("ipc", ""), source, shapes, 1, "gloo")
+        await publisher.export(1)
+        await publisher.publish([engine], 1)
+        await publisher.close()
+        return engine.calls
+
+    assert asyncio.run(run()).count("copy") == rounds
 
 
 def hand_over(pipe):
