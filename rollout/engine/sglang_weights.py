@@ -90,6 +90,8 @@ class SGLangWeights(Connection):
         self._open = asyncio.Event()
         self._open.set()
         self._abilities: Abilities | None = None
+        self._released: set[str] = set()
+        """Memory that we have taken from it."""
 
     async def close(self) -> None:
         """Close the connections; calls in flight, and those that wait for the end of a pause, fail."""
@@ -270,11 +272,16 @@ class SGLangWeights(Connection):
                 "engine's config"
             )
         await self.until_idle(waiting=not (able.sessions and self.paused))  # retracted ones hold no memory
+        self._released |= set(tags)  # before it has answered: it may have done it all the same
         await self._control("/release_memory_occupation", {"tags": list(tags)})
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
-        """Take back what ``release_memory`` gave; weights must be loaded, and the KV cache is empty."""
-        await self._control("/resume_memory_occupation", {"tags": list(tags)})
+        """Take back what ``release_memory`` gave; weights must be loaded, and the KV cache is empty. A server that was
+        started anew since has its memory, and is not asked (SGLang would die of it)."""
+        given = [tag for tag in tags if tag in self._released]
+        if given:
+            await self._control("/resume_memory_occupation", {"tags": given})
+            self._released -= set(given)
 
 
 def _as_name(text: str) -> str:
