@@ -25,7 +25,7 @@ from benchmarks.engine import cpu_model, observe, prediction, report
 from benchmarks.engine.agentic import AgenticPlan, agentic
 from benchmarks.engine.checkpoint import ROTARY, CheckpointMaker, ModelSizes
 from benchmarks.engine.moe_tiles import DECODING, write_tiles
-from benchmarks.engine.options import parse, schedule
+from benchmarks.engine.options import Memory, parse, schedule, together
 from benchmarks.engine.pools import HiSparsePool, KvBytes, hisparse_pool, plain_tokens
 from benchmarks.engine.reference_indexer import ReferenceIndexer
 from benchmarks.engine.servers import Server, ServerSpec, Side, cpu_spec, cuda_spec, start
@@ -39,6 +39,9 @@ CACHES = (
 MOST_REQUESTS_CONTEXT = 12_288
 """Tokens beyond the prompt that a single request may grow by: those that came first run longest."""
 
+
+BESIDES_BYTES = 5 * 10**9
+"""Attention's and the embeddings' weights, activations and CUDA graphs of a server."""
 
 PLAIN_GROWTH = 2048
 """Tokens that a request may grow by, for the point of the most requests that surely fit without HiSparse."""
@@ -75,6 +78,17 @@ class Benchmark:
     def plain_tokens(self) -> int:
         return plain_tokens(self.pool.gpu_bytes, self.sizes.layers, self.kv)
 
+    @property
+    def groups(self) -> list[list[Side]]:
+        """Of sides whose servers run at once."""
+        options = self.options
+        sections = {"steady", "agentic"} & set(options.sections)
+        sides = [side for side in options.sides if sections and (side != "hicache" or "agentic" in sections)]
+        if not self.cuda:
+            return [sides]
+        server = Memory(self.sizes.weight_bytes + self.pool.gpu_bytes + BESIDES_BYTES, self.pool.host_bytes)
+        return together(sides, server, Memory.here())
+
     def emit(self, line: dict[str, Any]) -> None:
         line = report.with_cost(line, self.options.price) | {"at_s": round(time.monotonic() - self.begin, 1)}
         self.lines.append(line)
@@ -102,11 +116,8 @@ class Benchmark:
             self.attempt("probe", self._probe)
         if "kernels" in options.sections:
             self.attempt("kernels", self._kernels)
-        first = [side for side in options.sides if side != "hicache"]
-        if first and {"steady", "agentic"} & set(options.sections):
-            self.attempt("servers", lambda: self._stage(first, ("steady", "agentic")))
-        if "hicache" in options.sides and "agentic" in options.sections:
-            self.attempt("hicache server", lambda: self._stage(["hicache"], ("agentic",)))
+        for sides in self.groups:
+            self.attempt(f"servers: {', '.join(sides)}", lambda of=sides: self._stage(of))
         if self.cuda and report.gain(self.lines) is not None:
             self.attempt("prediction", self._predict)
 
@@ -171,7 +182,7 @@ class Benchmark:
         options = self.options
         return write_tiles(options.work / "moe", options.experts, options.expert_size, torch.cuda.get_device_name())
 
-    def _stage(self, sides: Sequence[Side], sections: Sequence[str]) -> None:
+    def _stage(self, sides: Sequence[Side]) -> None:
         import torch
 
         if self.cuda:
@@ -189,9 +200,9 @@ class Benchmark:
                 if self.attempt(f"warm-up, {server.side}", lambda s=server: self._warm_up(s))
             ]
             self._pack_caches()
-            for section in sections:
+            for section in ("steady", "agentic"):
                 for server in ready:
-                    if section in self.options.sections:
+                    if section in self.options.sections and (section, server.side) != ("steady", "hicache"):
                         self.attempt(
                             f"{section}, {server.side}", lambda s=server, w=section: asyncio.run(self._measure(s, w))
                         )
@@ -267,10 +278,11 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     benchmark = Benchmark(options)
     if options.plan:
+        groups = benchmark.groups
         plain = benchmark.plain_tokens // (options.prompt + 1024)
         print(report.describe(benchmark.pool, benchmark.plain_tokens, benchmark.sizes))
         for cold in (True, False):
-            steps = schedule(options, plain, cold)
+            steps = schedule(options, groups, plain, cold)
             print(f"{'cold' if cold else 'warm'} kernel caches: {sum(s for _, s in steps):.0f} s")
             print("\n".join(f"  {seconds:5.0f} s  {what}" for what, seconds in steps))
         return 0

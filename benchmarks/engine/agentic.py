@@ -1,8 +1,8 @@
 """Multi-turn sessions: a context that grows by what the model says and what a tool answers, with pauses for the tool.
 
-Without a prefix cache (HiSparse) every turn reads its whole context again. Sessions run until the time is over; tokens,
-first-token times and cache hits are those of turns that ended within it, of sessions in any phase: the first turns'
-contexts are drawn from the whole range that a session goes through.
+Without a prefix cache (HiSparse) every turn reads its whole context again. The first turns' contexts are drawn from the
+whole range that a session goes through, and no cache can know them; so the time that is measured begins when each
+session has had its first answer. Tokens, first-token times and cache hits are those of turns within it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class AgenticPlan:
     turns: int = 12
     pause_s: float = 1.0
     """Mean time of a tool; exponentially distributed."""
-    warm_s: float = 5.0
+    warm_s: float = 45.0
+    """The longest wait for every session's first answer."""
     window_s: float = 20.0
     ignore_eos: bool = False
 
@@ -53,8 +54,9 @@ async def _point(server: Server, plan: AgenticPlan, sessions: int, seed: int) ->
             asyncio.create_task(_session(client, plan, random.Random(seed * 100_003 + index), streams))
             for index in range(sessions)
         ]
+        created = time.monotonic()
         try:
-            await asyncio.sleep(plan.warm_s)
+            warm = await _answered(streams, sessions, created + plan.warm_s)
             begin = time.monotonic()
             await asyncio.sleep(plan.window_s)
             end = time.monotonic()
@@ -67,7 +69,16 @@ async def _point(server: Server, plan: AgenticPlan, sessions: int, seed: int) ->
     failed = [error for error in ended if isinstance(error, Exception)]
     if failed:
         raise failed[0]
-    return summary(server.side, sessions, streams, begin, end)
+    return summary(server.side, sessions, streams, begin, end) | {"warm_s": begin - created, "warm_sessions": warm}
+
+
+async def _answered(streams: Sequence[Stream], sessions: int, deadline: float) -> int:
+    """Wait until the first turn of every session has a token; returns for how many it has."""
+    while True:
+        answered = sum(1 for stream in streams[:sessions] if stream.events or stream.ended)
+        if answered == sessions or time.monotonic() > deadline:
+            return answered
+        await asyncio.sleep(0.05)
 
 
 def summary(side: str, sessions: int, streams: Sequence[Stream], begin: float, end: float) -> dict[str, Any]:

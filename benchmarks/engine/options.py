@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+import psutil
 import torch
 
 from benchmarks.engine.checkpoint import ModelSizes
@@ -17,6 +20,22 @@ IDLE_GPU = ("probe", "kernels")
 PREFILL_TOKENS_PER_S = 80_000.0
 """For the plan alone: a guess for the default model on one H200."""
 START_S, COLD_START_S = 110, 260
+AGENTIC_CONTEXT = 11_000
+"""Tokens of a session, on average."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    gpu_bytes: int
+    host_bytes: int
+
+    @classmethod
+    def here(cls) -> Memory:
+        """What servers may fill of this machine, or, to plan without a GPU, of one with an H200 and 128 GiB."""
+        if not torch.cuda.is_available():
+            return cls(gpu_bytes=130 * 10**9, host_bytes=100 * 10**9)
+        gpu_bytes = torch.cuda.get_device_properties(0).total_memory
+        return cls(gpu_bytes=gpu_bytes * 9 // 10, host_bytes=psutil.virtual_memory().available * 3 // 4)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,31 +85,45 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def schedule(options: argparse.Namespace, plain_requests: int, cold: bool) -> list[tuple[str, float]]:
+def together(sides: Sequence[Side], each: Memory, device: Memory) -> list[list[Side]]:
+    """The sides in groups whose servers fit on the device at once, so that they start side by side; in their order, as
+    few groups as that allows. One that does not fit by itself is left to fail with SGLang's own words.
+
+    Args:
+        each: what a server takes.
+        device: what there is.
+    """
+    room = max(1, min(device.gpu_bytes // each.gpu_bytes, device.host_bytes // max(1, each.host_bytes)))
+    return [list(sides[first : first + room]) for first in range(0, len(sides), room)]
+
+
+def schedule(
+    options: argparse.Namespace, groups: Sequence[Sequence[Side]], plain_requests: int, cold: bool
+) -> list[tuple[str, float]]:
     """(What, estimated seconds)."""
     steps: list[tuple[str, float]] = [("checkpoint and localities", 12)]
     start = COLD_START_S if cold else START_S
-    first = [side for side in options.sides if side != "hicache"]
     if "probe" in options.sections:
         steps.append(("probe", 6))
     if "kernels" in options.sections:
         steps.append(("kernels", 60 if cold else 30))
-    if first and {"steady", "agentic"} & set(options.sections):
-        steps += [(f"start {' and '.join(first)}, side by side", start), ("first requests", 8)]
-    point = options.window + 3
-    if "steady" in options.sections:
-        for side in first:
-            most = options.concurrency[-1] if side == "hisparse" else min(plain_requests, options.concurrency[-1])
-            points = sum(count <= 2 * most for count in options.concurrency)
-            seconds = most * options.prompt / PREFILL_TOKENS_PER_S + points * point
-            seconds += (len(options.localities) - 1) * (point + 4) if side == "hisparse" else 0
-            steps.append((f"steady, {side}: {most} prompts, {points} points", seconds))
-    if "agentic" in options.sections:
-        each = len(options.agentic_concurrency) * (options.agentic_window + 6)
-        steps += [(f"agentic, {side}", each) for side in first]
-        if "hicache" in options.sides:
-            steps += [("start hicache", START_S), ("agentic, hicache", each)]
+    for sides in groups:
+        steps += [(f"start {', '.join(sides)}, side by side", start), ("first requests", 8)]
+        if "steady" in options.sections:
+            steps += [_steady_step(options, side, plain_requests) for side in sides if side != "hicache"]
+        if "agentic" in options.sections:
+            warm = sum(options.agentic_concurrency) * AGENTIC_CONTEXT / PREFILL_TOKENS_PER_S
+            each = warm + len(options.agentic_concurrency) * (options.agentic_window + 2)
+            steps += [(f"agentic, {side}", each) for side in sides]
     return steps
+
+
+def _steady_step(options: argparse.Namespace, side: Side, plain_requests: int) -> tuple[str, float]:
+    most = options.concurrency[-1] if side == "hisparse" else min(plain_requests, options.concurrency[-1])
+    points, point = sum(count <= 2 * most for count in options.concurrency), options.window + 3
+    seconds = most * options.prompt / PREFILL_TOKENS_PER_S + points * point
+    seconds += (len(options.localities) - 1) * (point + 4) if side == "hisparse" else 0
+    return f"steady, {side}: {most} prompts, {points} points", seconds
 
 
 def _words(text: str) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.engine import __main__ as benchmark
 from benchmarks.engine import report
 from benchmarks.engine.agentic import summary
-from benchmarks.engine.options import parse, schedule
+from benchmarks.engine.options import Memory, parse, schedule, together
 from benchmarks.engine.pools import PAGE, KvBytes, hisparse_pool, plain_tokens
 from benchmarks.engine.servers import cuda_spec, flags
 from benchmarks.engine.streams import Stream, inter_token_latency, quantile, settled, throughput
@@ -115,12 +115,33 @@ def test_cost_follows_the_price():
 
 def test_schedule_has_what_was_asked_for(tmp_path):
     options = parse(["--json", str(tmp_path / "x"), "--device", "cuda", "--sections", "steady", "--sides", "hisparse"])
-    names = [name for name, _ in schedule(options, 50, cold=False)]
+    names = [name for name, _ in schedule(options, [["hisparse"]], 50, cold=False)]
     assert [name.split(",")[0] for name in names] == [
         "checkpoint and localities",
         "start hisparse",
         "first requests",
         "steady",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gpu_bytes", "groups"),
+    [
+        (30, [["plain", "hisparse", "hicache"]]),
+        (45, [["plain", "hisparse"], ["hicache"]]),
+        (60, [["plain"], ["hisparse"], ["hicache"]]),
+        (200, [["plain"], ["hisparse"], ["hicache"]]),
+    ],
+)
+def test_servers_that_fit_run_at_once(gpu_bytes, groups):
+    assert together(["plain", "hisparse", "hicache"], Memory(gpu_bytes, 10), Memory(100, 50)) == groups
+
+
+def test_servers_share_the_hosts_memory_too():
+    assert together(["plain", "hisparse", "hicache"], Memory(1, 30), Memory(100, 50)) == [
+        ["plain"],
+        ["hisparse"],
+        ["hicache"],
     ]
 
 
