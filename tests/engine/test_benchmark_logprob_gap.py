@@ -1,28 +1,94 @@
 """What rollout and trainer disagree by, and what is masked because of it."""
 
 import json
+import os
+import time
 
 import numpy as np
 import pytest
 
-from benchmarks import logprob_gap
+from benchmarks.logprob_gap import report, run
+from benchmarks.logprob_gap.child import Child, ChildError
+from benchmarks.logprob_gap.language import FIRST, Language
+from benchmarks.logprob_gap.statistics import all_pairs, gap_statistics
 
 
 def test_gap_statistics_mask_what_the_objectives_mask():
     rollout = np.full(5, -1.0, np.float32)
     trainer = rollout + np.log(np.array([1.0, 1.9, 2.1, 0.45, 0.6], np.float32))
-    found = logprob_gap.gap_statistics(trainer, rollout)
+    found = gap_statistics(trainer, rollout)
     assert found["icepop_masked"] == pytest.approx(2 / 5)  # 2.1 and 0.45
     assert found["dis_masked"] == pytest.approx(2 / 5)  # 0.45 and 0.6
     assert found["max_abs"] == pytest.approx(-np.log(0.45))
-    assert found["kl_rollout_trainer"] > 0
+    assert found["kl"] > 0
 
 
-def test_log_prob_gap_is_rounding_on_the_cpu(tmp_path):
+def test_pairs_are_the_later_side_minus_the_earlier_one():
+    sides = {"rollout": np.array([-1.0, -2.0], np.float32), "trainer": np.array([-1.5, -2.5], np.float32)}
+    found = all_pairs(sides | {"float32": np.array([-1.0, -2.0], np.float32)})
+    assert {name: pair["mean"] for name, pair in found.items()} == {
+        "rollout-trainer": -0.5,
+        "rollout-float32": 0.0,
+        "trainer-float32": 0.5,
+    }
+
+
+def test_the_language_is_its_successors_and_repetitions():
+    language = Language(64)
+    text = language.sample(8, 400, seed=3) - FIRST
+    assert np.array_equal(text + FIRST, language.sample(8, 400, seed=3))
+    assert not np.array_equal(text, language.sample(8, 400, seed=4) - FIRST)
+    assert text.min() >= 0
+    assert text.max() < 64
+    assert all(len(set(row)) == len(row) for row in language.successors)
+    follows = (language.successors[text[:, :-1]] == text[:, 1:, None]).any(-1)
+    assert 0.9 < follows.mean() < 1.0  # a repetition's first token is the only one that is no successor
+    assert 0 < language.entropy < np.log(8)
+
+
+def test_a_child_tells_what_failed_and_is_killed_when_it_takes_too_long():
+    child = Child("test")
+    try:
+        with pytest.raises(ChildError, match="invalid literal"):
+            child.call(60.0, int, "x")
+        first = child.call(60.0, os.getpid)
+        assert first == child.call(60.0, os.getpid) != os.getpid()
+        with pytest.raises(ChildError, match="killed after"):
+            child.call(0.2, time.sleep, 60)
+        assert child.call(60.0, os.getpid) != first
+    finally:
+        child.close()
+
+
+def test_tables_show_the_last_line_of_a_case_and_what_failed(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    facts = {"section": "gap", "weights": "trained", "model": "dense", "case": "dense", "server": "dense"}
+    sides = {"rollout": np.full(4, -1.0, np.float32), "trainer": np.full(4, -1.5, np.float32)}
+    early = {**facts, "pairs": all_pairs(sides), "mean_logprob": {"rollout": -1.0}}
+    report.append(path, early)
+    report.append(path, early | {"pairs": all_pairs(sides | {"float32": np.full(4, -1.0, np.float32)})})
+    report.append(path, {"section": "gap", "weights": "random", "server": "hisparse", "error": "Trace\nKeyError: 3"})
+    found = report.tables(path)
+    assert found.count("| rollout, trainer |") == 1
+    assert "| trained | dense | dense | 4 | -1.00 | rollout, fp32 | 0 |" in found
+    assert "random, hisparse: **failed**: KeyError: 3" in found
+
+
+@pytest.mark.timeout(600)
+def test_a_run_on_the_cpu_trains_publishes_samples_and_compares(tmp_path):
     lines = tmp_path / "lines.jsonl"
-    arguments = ["--requests", "4", "--output", "32", "--work", str(tmp_path), "--device", "cpu"]
-    assert logprob_gap.main(["--json", str(lines), *arguments]) == 0
-    (found,) = [json.loads(line) for line in lines.read_text().splitlines()]
-    assert found["tokens"] == 4 * 32
-    assert 0 < found["max_abs"] < 1e-5
-    assert found["icepop_masked"] == found["dis_masked"] == 0
+    arguments = ["--requests", "4", "--train-seconds", "3", "--seconds", "550", "--work", str(tmp_path / "work")]
+    assert run.main(["--json", str(lines), "--device", "cpu", *arguments]) == 0
+    found = [json.loads(line) for line in lines.read_text().splitlines()]
+    (learned,) = [line for line in found if line["section"] == "training"]
+    assert learned["loss_after"] < learned["loss_before"]
+    last = {line["weights"]: line for line in found if line["section"] == "gap"}
+    assert set(last) == {"trained", "random"}
+    for line in last.values():
+        assert set(line["pairs"]) == {"rollout-trainer", "rollout-float32", "trainer-float32"}
+        gap = line["pairs"]["rollout-trainer"]
+        assert gap["tokens"] == 4 * 32
+        assert 0 < gap["max_abs"] < 1e-4
+        assert gap["icepop_masked"] == gap["dis_masked"] == 0
+    # The server has the weights that were published, not those it started with.
+    assert last["trained"]["mean_logprob"]["rollout"] != last["random"]["mean_logprob"]["rollout"]
