@@ -78,9 +78,12 @@ async def received(process: Launched) -> list[dict[str, Any]]:
         return bodies
 
 
-async def until_received(process: Launched, request_id: str) -> None:
+async def until_received(process: Launched, request_id: str, tokens: int = 0) -> None:
+    """Until the server got the request, and sent so many tokens."""
+
     async def there() -> bool:
-        return any(body["rid"].startswith(request_id) for body in await received(process))
+        mine = [body for body in await received(process) if body["rid"].startswith(request_id)]
+        return any(body.get("sent", 0) >= tokens for body in mine)
 
     await until(there, 60)
 

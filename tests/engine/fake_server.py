@@ -34,6 +34,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         if body.get("rid") in app["state"]["aborted"]:
             meta["finish_reason"] = {"type": "abort"}
         await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        body["sent"] = sent  # for whoever asks for the requests
         if meta["finish_reason"] is not None:
             break
         await asyncio.sleep(0.02 if slow else 0)

@@ -160,8 +160,7 @@ def test_a_dead_or_hung_server_gives_up_its_requests_and_comes_back_with_the_wei
             await publish(fleet, 1)
             name, process = await server_of(fleet, "s")
             in_flight = asyncio.create_task(fleet.generate([1], ENDLESS, "r", session="s"))
-            await until_received(process, "r")
-            await asyncio.sleep(0.3)  # some tokens
+            await until_received(process, "r", tokens=8)
             os.kill(process.pid, how)
             with pytest.raises(EngineLost) as lost:
                 await asyncio.wait_for(in_flight, 60)
