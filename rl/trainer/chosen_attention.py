@@ -89,5 +89,14 @@ def _scores(
     visible: Bool[Tensor, "rows part top_k"],
     scale: float,
 ) -> Float32[Tensor, "rows part heads top_k"]:
-    products = (query @ keys.transpose(-1, -2)).float().mul_(scale)
+    products = _products(query, keys.transpose(-1, -2)).mul_(scale)
     return products.masked_fill_(~visible[:, :, None], -torch.inf)
+
+
+def _products(a: Float[Tensor, "rows part m k"], b: Float[Tensor, "rows part k n"]) -> Float32[Tensor, "rows part m n"]:
+    """``a @ b``, never rounded to bfloat16: a score before the scale can be in the hundreds, where bfloat16 knows whole
+    numbers only, and other attention kernels keep them in fp32, those of the engine among them."""
+    if a.is_cuda and a.dtype != torch.float32:
+        rows = a.size(0)
+        return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, (rows, -1))
+    return a.float() @ b.float()

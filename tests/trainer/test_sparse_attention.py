@@ -198,6 +198,15 @@ def test_attention_to_the_chosen_equals_the_masked_one(monkeypatch, chunk_bytes)
         assert torch.allclose(a, b, atol=1e-5)
 
 
+def test_attention_to_the_chosen_in_bfloat16_does_not_round_its_scores():
+    """Two positions whose products with the query, 257 and 256, are one number in bfloat16."""
+    query = torch.tensor([[[[16.0, 1.0]]]], dtype=torch.bfloat16)
+    key = torch.tensor([[[16.0, 1.0], [16.0, 0.0]]], dtype=torch.bfloat16)
+    chosen = torch.tensor([[[0, 1]]])
+    output = ChosenAttention.apply(query, key, chosen, torch.ones_like(chosen, dtype=torch.bool), 2, 1.0)
+    assert output.flatten()[1].item() == pytest.approx(1 / (1 + np.exp(-1)), abs=0.005)
+
+
 def test_attention_to_the_chosen_needs_memory_for_the_chosen_alone():
     """What is kept for the backward pass grows with the length, not with its square."""
     kept = []
