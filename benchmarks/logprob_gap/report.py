@@ -11,8 +11,8 @@ SHOWN = (
     ("rollout-trainer", "rollout, trainer"),
     ("rollout-float32", "rollout, fp32"),
     ("trainer-float32", "trainer, fp32"),
-    ("rollout-trainer+experts", "rollout, trainer with its experts"),
-    ("rollout-float32+experts", "rollout, fp32 with its experts"),
+    ("rollout-trainer+fp8", "rollout, trainer with its indexer in fp8"),
+    ("rollout-trainer+experts", "rollout, trainer with the engine's experts"),
 )
 """Pairs of the table, in the order of its rows."""
 Line = Mapping[str, Any]

@@ -165,30 +165,33 @@ def compare(run: Run, weights: Weights, found: list[Sampled], scorer: Child) -> 
 
 
 def go(run: Run, stack: ExitStack, say: Callable[[str], None]) -> None:
-    children = {name: Child(f"{name} maker") for name in run.names}
-    scorer = Child("scorer")
-    for child in (*children.values(), scorer):
+    def threads(number: int) -> ThreadPoolExecutor:
+        pool = ThreadPoolExecutor(number)
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+        return pool
+
+    def process(name: str) -> Child:
+        child = Child(name)
         stack.callback(child.close)
-    registry = stack.enter_context(ProcessRegistry())
-    background = ThreadPoolExecutor(8)
-    stack.callback(background.shutdown, wait=False, cancel_futures=True)
+        return child
 
-    def make(name: Name) -> dict[Weights, bool]:
+    background, scorer, made = threads(8), process("scorer"), {}
+    for name in run.names:
+        child, one_by_one = process(f"{name} maker"), threads(1)
         # Random ones first: they take seconds, and the training ends its process.
-        return {weights: make_models(run, weights, name, children[name]) for weights in sorted(run.weights)}
-
-    made = {name: background.submit(make, name) for name in run.names}
+        for weights in sorted(run.weights):
+            made[weights, name] = one_by_one.submit(make_models, run, weights, name, child)
     background.submit(scorer.call, run.left(PREPARE_S), scoring.prepare, run.device)
     if not run.publish:
-        wait(made.values())
+        wait(made[run.weights[0], name] for name in run.names)
+    registry = stack.enter_context(ProcessRegistry())
     starting = {name: background.submit(start_server, run, registry, name) for name in run.servers}
     servers = {name: server for name, future in starting.items() if (server := future.result()) is not None}
     say(f"servers are up: {sorted(servers)}")
-    done = {name: future.result() for name, future in made.items()}
-    say("models are written")
     comparisons = []
     for weights in run.weights:
-        able = {name: server for name, server in servers.items() if done[SERVER_MODELS[name]][weights]}
+        able = {name: server for name, server in servers.items() if made[weights, SERVER_MODELS[name]].result()}
+        say(f"{weights}: models are there")
         with ThreadPoolExecutor(max(1, len(able))) as pool:
             parts = pool.map(lambda item, w=weights: sample(run, w, item[1], item[0]), able.items())
             found = [case for part in parts for case in part]
@@ -233,10 +236,10 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("/tmp/logprob-gap"), help="checkpoints, logs; emptied first")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", default="dense,dsa", help="dense,dsa; dsa needs CUDA")
-    parser.add_argument("--weights", default="trained,random", help="trained,random, in the order of their turns")
+    parser.add_argument("--weights", default="random,trained", help="in the order of their turns")
     parser.add_argument("--start", choices=("publish", "load"), default="publish", help="how servers get the first")
     parser.add_argument("--fp32-head", action="store_true", help="one more server, which keeps its logits in float32")
     parser.add_argument("--requests", type=int, default=32, help="of a case; half past the top k")
-    parser.add_argument("--train-seconds", type=float, default=50.0, help="of each model's steps")
-    parser.add_argument("--seconds", type=float, default=220.0, help="for all of it")
+    parser.add_argument("--train-seconds", type=float, default=40.0, help="of each model's steps")
+    parser.add_argument("--seconds", type=float, default=260.0, help="for all of it")
     return parser.parse_args(arguments)

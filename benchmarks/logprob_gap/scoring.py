@@ -1,4 +1,5 @@
-"""The trainer's log-probs of what servers sampled: in its own type, in float32, and following the engine's experts.
+"""The trainer's log-probs of what servers sampled: in its own type, also with its indexer in fp8 as the engine's is, or
+with the experts that the engine chose; and in float32.
 
 Runs in a child, which keeps its worker from job to job.
 """
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
+from benchmarks.logprob_gap.fp8_indexer import fp8_indexer
+from benchmarks.logprob_gap.models import TOP_K
 from benchmarks.logprob_gap.report import append
 from benchmarks.logprob_gap.statistics import all_pairs
 from benchmarks.trainer.sides import make_worker
@@ -33,6 +36,11 @@ class Sampled:
     trajectories: Sequence[Trajectory]
     sides: dict[str, Float32[np.ndarray, " tokens"]] = field(default_factory=dict)
     """Log-probs of the sampled tokens, by who computed them."""
+
+    @property
+    def selects(self) -> bool:
+        """Whether an indexer has something to choose."""
+        return self.facts["model"] == "dsa" and max(map(len, self.trajectories)) > TOP_K
 
     @property
     def recorded(self) -> bool:
@@ -62,9 +70,13 @@ def score(directory: Path, found: Sequence[Sampled], device: str, path: Path) ->
         worker.load_model(directory)
         for case in found:
             begin = time.monotonic()
-            case.add(name, worker.logprobs([replace(t, routed_experts=None) for t in case.trajectories]))
-            if case.recorded:
-                case.add(f"{name}+experts", worker.logprobs(case.trajectories))
+            own_choice = [replace(t, routed_experts=None) for t in case.trajectories]
+            case.add(name, worker.logprobs(own_choice))
+            if name == "trainer" and case.selects:
+                with fp8_indexer():
+                    case.add("trainer+fp8", worker.logprobs(own_choice))
+            if name == "trainer" and case.recorded:
+                case.add("trainer+experts", worker.logprobs(case.trajectories))
             means = {side: float(values.mean()) for side, values in case.sides.items()}
             seconds = {"score_s": time.monotonic() - begin}
             append(path, {**case.facts, "pairs": all_pairs(case.sides), "mean_logprob": means, **seconds})

@@ -6,11 +6,14 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.logprob_gap import report, run
 from benchmarks.logprob_gap.child import Child, ChildError
+from benchmarks.logprob_gap.fp8_indexer import fp8_indexer, rounded
 from benchmarks.logprob_gap.language import FIRST, Language
 from benchmarks.logprob_gap.statistics import all_pairs, gap_statistics
+from rl.trainer.indexer import Indexer
 
 
 def test_gap_statistics_mask_what_the_objectives_mask():
@@ -58,6 +61,17 @@ def test_a_child_tells_what_failed_and_is_killed_when_it_takes_too_long():
         assert child.call(60.0, os.getpid) != first
     finally:
         child.close()
+
+
+def test_the_indexer_rounds_to_fp8_only_meanwhile():
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) * 3
+    error = (rounded(x) - x).abs()
+    assert 0 < error.max() <= (x.abs().amax(-1) / 28).max()  # half a step of the highest of e4m3's octaves
+    assert torch.equal(rounded(torch.zeros(2, 8)), torch.zeros(2, 8))
+    rows = Indexer.rows
+    with fp8_indexer():
+        assert Indexer.rows is not rows
+    assert Indexer.rows is rows
 
 
 def test_tables_show_the_last_line_of_a_case_and_what_failed(tmp_path):
