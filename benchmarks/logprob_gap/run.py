@@ -22,7 +22,7 @@ from benchmarks.logprob_gap.language import Language
 from benchmarks.logprob_gap.models import SERVER_MODELS, WIDE, WORDS, Case, Name, Weights
 from benchmarks.logprob_gap.report import append, tables
 from benchmarks.logprob_gap.scoring import Sampled
-from benchmarks.logprob_gap.serving import rollouts, server_spec
+from benchmarks.logprob_gap.serving import rollouts, server_spec, until_idle
 from rollout.processes import ProcessRegistry
 
 START_S = 150.0
@@ -31,6 +31,7 @@ WRITE_S = 120.0
 """For a random model."""
 PREPARE_S = 120.0
 PUBLISH_S = 60.0
+IDLE_S = 20.0
 SAMPLE_S = 120.0
 SCORE_S = 120.0
 """For all cases of a model."""
@@ -134,6 +135,7 @@ def sample(run: Run, weights: Weights, server: Server, name: str) -> list[Sample
     facts = {"section": "gap", "weights": weights, "server": name}
     try:
         if run.publish or weights != run.weights[0]:
+            until_idle(server, run.left(IDLE_S))
             server.load_weights(run.directory(weights, model), running=False, timeout_s=run.left(PUBLISH_S))
     except Exception:  # noqa: BLE001  (it is written down, and the other servers go on)
         run.failed("gap", {"weights": weights, "server": name}, traceback.format_exc()[-3000:])

@@ -83,6 +83,17 @@ def _with_hisparse(arguments: dict[str, Argument], context: int, requests: int) 
     return ServerSpec("hisparse", arguments, HISPARSE_RESERVE | NO_DENSE_PREFILL)
 
 
+def until_idle(server: Server, timeout_s: float) -> None:
+    """A server answers a moment before it is done with a request, and refuses until then to drop its prefixes, which a
+    change of weights must do.
+
+    Raises:
+        RuntimeError: it did not become idle.
+    """
+    if server.side != "hisparse":  # which keeps no prefixes
+        server.post(f"/flush_cache?timeout={timeout_s:.1f}", {}, 2 * timeout_s)
+
+
 def rollouts(
     server: Server,
     prompts: Int32[np.ndarray, "requests prompt"],
