@@ -109,6 +109,12 @@ class Lane:
             moved += self._raw(raw, image, source)
         return moved
 
+    def take(self, begin: int, end: int, image: Tensor, source: Source) -> int:
+        """Queue a span of a plain teacher's image, whose bytes lie in it as they do in pinned memory."""
+        with self.use():
+            pieces = [source.arena.memory[a:b] for a, b in source.arena.spans(source.frames, begin, end)]
+            return self._pour(pieces, image[begin:end])
+
     def _raw(self, raw: Mapping[int, tuple[int, int]], image: Tensor, source: Source) -> int:
         """Neighbours on both sides are one copy: a plain teacher in one piece of pinned memory is one in all."""
         runs: list[tuple[int, int, int]] = []

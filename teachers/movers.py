@@ -5,6 +5,8 @@ that may take the place of others (``residency``), and moves it without the lock
 
 Nothing is held twice for long: what is on the device goes first from pinned memory, and what leaves the device goes
 back there when it is worth more than what it replaces, so both memories together count as cache for the disk.
+
+A teacher that somebody waits for is copied on while the rest of it is still read.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from teachers.arrival import Arrival
 from teachers.device import Image, Lane, Source
 from teachers.errors import StalledReadError, TeacherError, TierFullError
 from teachers.hbm import HbmTier
@@ -56,6 +59,8 @@ class Movers:
         """Somebody waits for these."""
         self._errors: dict[str, TeacherError] = {}
         self._moving: set[str] = set()
+        self._arriving: dict[str, Arrival] = {}
+        """Whole stored images that are being read."""
         self._fatal: BaseException | None = None
         self._closed = False
         self._away = False
@@ -195,12 +200,13 @@ class Movers:
             if teacher in self.hbm.books.resident or self._failed(teacher) is not None:
                 continue
             sources = self.sources(teacher)
-            missing = [name for name in sources if name not in self.pinned.frames and self.pinned.fits(name)]
             stalled = [name for name in sources if name in self.pinned.stalled]
-            for name in [*stalled, *missing][:1]:
+            for name in [*stalled, *self._missing(teacher)][:1]:
                 try:
                     if self.pinned.make_room(name, teacher in self._wanted, self._cheap(), self._kept(sources)):
-                        return functools.partial(self._read, name)
+                        self._arriving[name] = Arrival(self.changed)
+                        self.changed.notify_all()  # the device's thread may follow it
+                        return functools.partial(self._read, name, self._arriving[name])
                 except TeacherError as error:
                     self._refuse(teacher, error)
                 return None
@@ -212,7 +218,7 @@ class Movers:
         for teacher in self._upcoming():
             if teacher in self.hbm.books.resident or not self.hbm.fits(teacher) or self._failed(teacher) is not None:
                 continue
-            if not self.sources_ready(teacher):
+            if not self.sources_ready(teacher) and not self._may_follow(teacher):
                 return None
             try:
                 return self._book_copy(teacher)
@@ -220,6 +226,10 @@ class Movers:
                 self._refuse(teacher, error)
                 return None
         return None
+
+    def _may_follow(self, teacher: str) -> bool:
+        """Is it being read, to be copied on meanwhile? For somebody who waits: the device's thread waits too then."""
+        return teacher in self._arriving and teacher in self._wanted and self.shards[teacher].is_plain
 
     def _book_copy(self, teacher: str) -> Job | None:
         """
@@ -236,7 +246,7 @@ class Movers:
             self.release_sources(held)
             return None
         demoted = {name for name, _ in evicted if self._may_demote(name, held)}
-        return functools.partial(self._copy, teacher, held, evicted, demoted)
+        return functools.partial(self._copy, teacher, held, evicted, demoted, self._arriving.get(teacher))
 
     def hold_sources(self, teacher: str) -> list[str]:
         """Leases on what is read from pinned memory: stored images, or a window for one that is too large."""
@@ -262,12 +272,25 @@ class Movers:
                 self.pinned.failed(name)
 
     def _may_demote(self, name: str, keep: Sequence[str]) -> bool:
-        """Is an image that leaves the device worth a place in pinned memory? Then it is booked."""
+        """Is there a place in pinned memory for an image that leaves the device? Then it is booked. Not one that a read
+        before its next use will take: it would have gone there for nothing, and held up that read."""
         if not self.shards[name].is_plain or not self.pinned.fits(name):
             return False
         if name in self.pinned.frames:
             return False
-        return self.pinned.make_room(name, False, self._cheap(), self._kept(keep))
+        return self.pinned.make_spare_room(name, self._reads_before(name), self._cheap(), self._kept(keep))
+
+    def _reads_before(self, name: str) -> Iterator[str]:
+        """What has yet to be read from disk, up to the next use of this one, in order."""
+        for teacher in self._upcoming():
+            if teacher == name:
+                return
+            if teacher not in self.hbm.books.resident and self._failed(teacher) is None:
+                yield from self._missing(teacher)
+
+    def _missing(self, teacher: str) -> list[str]:
+        """Of what it is made of: not in pinned memory, nor on its way there."""
+        return [name for name in self.sources(teacher) if name not in self.pinned.frames and self.pinned.fits(name)]
 
     # Without the lock, by the threads.
 
@@ -293,26 +316,34 @@ class Movers:
                 self._fatal = error
                 self.changed.notify_all()
 
-    def _read(self, name: str) -> None:
+    def _read(self, name: str, arrival: Arrival) -> None:
         started = time.perf_counter()
+        failure: TeacherError | None = TeacherError(f"teacher {name}: its read broke off")
         try:
-            count = self._read_into(name, name, self.pinned.source(name))
+            count = self._read_into(name, name, self.pinned.source(name), arrival.add)
+            failure = None
         except TeacherError as error:
+            failure = error
+        finally:
             with self.changed:
-                self._errors[name] = error
-                if name not in self.pinned.stalled:
-                    self.pinned.failed(name)
-            return
-        with self.changed:
-            self.pinned.loaded(name)
-            self._count_read(name, count, started)
+                del self._arriving[name]
+                arrival.end(failure)
+                if failure is None:
+                    self.pinned.loaded(name)
+                    self._count_read(name, count, started)
+                else:
+                    self._errors[name] = failure
+                    if name not in self.pinned.stalled:
+                        self.pinned.failed(name)
 
     def _count_read(self, name: str, count: int, started: float) -> None:
         self.stats.disk_loads += 1
         self.stats.read_bytes += count
         self.stats.read_seconds += self.stats.span("read", name, started)
 
-    def _read_into(self, item: str, name: str, source: Source) -> int:
+    def _read_into(
+        self, item: str, name: str, source: Source, arrived: Callable[[int, int], None] = lambda *_: None
+    ) -> int:
         """From disk. ``item``: whose frames these are in the books. They stay booked while a thread hangs."""
         finished = threading.Event()
 
@@ -324,20 +355,31 @@ class Movers:
                     self.changed.notify_all()
 
         try:
-            return self.pinned.read(name, source, idle)
+            return self.pinned.read(name, source, idle, arrived)
         except StalledReadError:
             with self.changed:
                 if not finished.is_set():
                     self.pinned.stalled.add(item)
             raise
 
-    def _copy(self, teacher: str, held: Sequence[str], evicted: list[tuple[str, Image]], demote: set[str]) -> None:
+    def _copy(
+        self,
+        teacher: str,
+        held: Sequence[str],
+        evicted: list[tuple[str, Image]],
+        demote: set[str],
+        arrival: Arrival | None,
+    ) -> None:
+        """``arrival``: it was being read when this was booked."""
         shard = self.shards[teacher]
         self.vacate(evicted, demote)
-        started = time.perf_counter()
         try:
             data = self.allocate(teacher, shard.device_bytes, evicted)
-            moved = self.fill(teacher, shard.names, shard.device_offsets, data, self._lane)
+            started = time.perf_counter()
+            if arrival is None:
+                moved = self.fill(teacher, shard.names, shard.device_offsets, data, self._lane)
+            else:
+                moved, started = self._follow(teacher, arrival, data)
         except TeacherError as error:
             with self.changed:
                 self._errors[teacher] = error
@@ -351,6 +393,22 @@ class Movers:
         finally:
             with self.changed:
                 self.release_sources(held)
+
+    def _follow(self, teacher: str, arrival: Arrival, data: Tensor) -> tuple[int, float]:
+        """Copy what has been read while the rest still is; returns the bytes, and when this would have begun if the
+        copies had been made in one go.
+
+        Raises:
+            TeacherError: the rest can't be read.
+        """
+        source, moved, seconds = self.pinned.source(teacher), 0, 0.0
+        for spans in arrival.pieces():
+            started = time.perf_counter()
+            for begin, end in spans:
+                moved += self._lane.take(begin, end, data, source)
+            self._lane.synchronize()
+            seconds += time.perf_counter() - started
+        return moved, time.perf_counter() - seconds
 
     def vacate(self, evicted: Iterable[tuple[str, Image]], demote: Collection[str] = ()) -> None:
         """Wait until nobody uses these images any more; those to ``demote`` go to pinned memory."""
@@ -384,6 +442,7 @@ class Movers:
             self.pinned.loaded(name)
             self.stats.demotions += 1
             self.stats.span("demote", name, started)
+            self.changed.notify_all()  # its place may be given to a read now
 
     def fill(self, teacher: str, names: Sequence[str], offsets: Mapping[str, int], data: Tensor, lane: Lane) -> int:
         """Some of a teacher's tensors into memory of the device; returns the bytes that were copied there.

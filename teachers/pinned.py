@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from teachers.arena import Arena
 from teachers.device import Source
 from teachers.errors import StalledReadError, TierFullError
 from teachers.format import Extent
 from teachers.reader import DirectReader, blocks
-from teachers.residency import Residency
+from teachers.residency import Admission, Residency
 from teachers.shard import StoredShard
 
 WINDOW = "window of "
@@ -70,7 +70,13 @@ class PinnedTier:
         """
         if name in self.stalled:
             raise StalledReadError(f"teacher {name}: an earlier read of it still hangs")
-        admission = self.books.fetch(name, cheap, keep) if urgent else self.books.ahead(name, cheap, keep)
+        return self._give(name, self.books.fetch(name, cheap, keep) if urgent else self.books.ahead(name, cheap, keep))
+
+    def make_spare_room(self, name: str, sooner: Iterable[str], cheap: Collection[str], keep: Collection[str]) -> bool:
+        """The same, only in a place that none of those that will be read ``sooner`` takes."""
+        return self._give(name, self.books.spare(name, sooner, cheap, keep))
+
+    def _give(self, name: str, admission: Admission | None) -> bool:
         if admission is None:
             return False
         for victim in admission.evict:
@@ -108,8 +114,14 @@ class PinnedTier:
             )
         return Source(self.arena, self.frames[WINDOW + name], offsets)
 
-    def read(self, name: str, source: Source, idle: Callable[[], None]) -> int:
-        """From disk, checked; returns the bytes. Not under the lock."""
+    def read(
+        self, name: str, source: Source, idle: Callable[[], None], arrived: Callable[[int, int], None] = lambda *_: None
+    ) -> int:
+        """From disk, checked; returns the bytes. Not under the lock.
+
+        Args:
+            idle, arrived: see ``DirectReader.read``.
+        """
         shard = self.shards[name]
         extents = shard.manifest.extents
         wanted = list(blocks((shard.pack_path(extents[key]), extents[key], at) for key, at in source.offsets.items()))
@@ -117,5 +129,5 @@ class PinnedTier:
         def target(begin: int, end: int) -> list[memoryview]:
             return [self.arena.view[a:b] for a, b in self.arena.spans(source.frames, begin, end)]
 
-        self.reader.read(name, wanted, target, idle)
+        self.reader.read(name, wanted, target, idle, arrived)
         return sum(block.nbytes for block in wanted)

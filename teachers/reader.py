@@ -83,17 +83,19 @@ class DirectReader:
         wanted: Sequence[Block],
         target: Callable[[int, int], Sequence[memoryview]],
         idle: Callable[[], None] = lambda: None,
+        arrived: Callable[[int, int], None] = lambda *_: None,
     ) -> None:
         """Fill and check.
 
         Args:
             target: the memory of a span of the image, in pieces.
             idle: called once, when no thread touches the memory any more: before this returns, except after a stall.
+            arrived: told of each span of the image that is there and as it was written, by the thread that read it.
 
         Raises:
             MissingTeacherError, CorruptTeacherError, StalledReadError, TeacherError: each names teacher and file.
         """
-        run = _Run(self, teacher, wanted, target, idle)
+        run = _Run(self, teacher, wanted, target, idle, arrived)
         run.start()
         run.wait()
 
@@ -127,8 +129,9 @@ class _Run:
         wanted: Sequence[Block],
         target: Callable[[int, int], Sequence[memoryview]],
         idle: Callable[[], None],
+        arrived: Callable[[int, int], None],
     ) -> None:
-        self.reader, self.teacher, self.target, self.idle = reader, teacher, target, idle
+        self.reader, self.teacher, self.target, self.idle, self.arrived = reader, teacher, target, idle, arrived
         self.todo = iter(wanted)
         self.running = max(1, min(reader.threads, len(wanted)))
         self.changed = threading.Condition()
@@ -198,6 +201,7 @@ class _Run:
                 f"teacher {self.teacher}: {block.path} at byte {block.offset}: {error.strerror}"
             ) from error
         self._check(block, pieces)
+        self.arrived(block.image_offset, block.image_offset + block.nbytes)
 
     def _fill(self, files: dict[Path, int], block: Block, pieces: Sequence[memoryview]) -> None:
         got, rest = 0, list(pieces)

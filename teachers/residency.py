@@ -3,6 +3,7 @@
     worth(t) = (−distance to t's next use on the schedule, time of its last use)      compared in this order
     need(t):   t is used now: evict what is not leased and worth least until it fits
     ahead(t):  t will be used: the same, but only for victims that are worth less than t, else not yet
+    spare(t, sooner): t may stay: the same, but only in a place that none of those to be loaded sooner takes
 
 A teacher that is not on the schedule lies behind all that are. Fetching ahead keeps the rules of Cao, Felten, Karlin
 and Li (SIGMETRICS 1995): what is missing next first, in the place of what is used last, and never in the place of what
@@ -88,13 +89,24 @@ class Residency:
 
     def _bytes_to_load(self, by_distance: bool) -> int:
         """What the schedule will load by one of the rules, from here, if nothing is leased then."""
-        trial = Residency(self.capacity_bytes, self.sizes)
-        trial._resident, trial._last_use = dict(self._resident), dict(self._last_use)
-        trial._schedule, trial._by_distance, trial._clock = list(self._schedule), by_distance, self._clock
+        trial = self._copy()
+        trial._leases.clear()
+        trial._by_distance, trial.loaded_bytes = by_distance, 0
         for teacher in self._schedule:
             if self.sizes[teacher] <= self.capacity_bytes:
                 trial.need(teacher)
         return trial.loaded_bytes
+
+    def _copy(self) -> Residency:
+        """To try on what would happen."""
+        trial = Residency(self.capacity_bytes, self.sizes)
+        trial._resident, trial._last_use, trial._leases = (
+            dict(self._resident),
+            dict(self._last_use),
+            self._leases.copy(),
+        )
+        trial._schedule, trial._by_distance, trial._clock = list(self._schedule), self._by_distance, self._clock
+        return trial
 
     def need(self, teacher: str, cheap: Collection[str] = ()) -> Admission:
         """Make a teacher resident and use it.
@@ -130,6 +142,17 @@ class Residency:
         if any(self._worth(victim) >= worth for victim in victims if victim not in cheap):
             return None
         return self._admit(teacher, victims)
+
+    def spare(
+        self, teacher: str, sooner: Iterable[str], cheap: Collection[str] = (), keep: Collection[str] = ()
+    ) -> Admission | None:
+        """``ahead``, if there is a place that none of those that will be loaded ``sooner`` takes; they are told of in
+        the order in which they will be."""
+        trial = self._copy()
+        for other in sooner:
+            if trial.ahead(other, cheap, keep) is not None:
+                trial.lease(other)
+        return None if trial.ahead(teacher, cheap, keep) is None else self.ahead(teacher, cheap, keep)
 
     def use(self, teacher: str) -> None:
         """Its time has come: it is taken off the schedule, where it stands first."""

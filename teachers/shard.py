@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from teachers.errors import CorruptTeacherError, MissingTeacherError
 from teachers.format import Extent, Manifest, StoredTensor, dtype_of, padded
 
 _LAYER = re.compile(r"^(.*?\blayers?\.\d+)\.")
@@ -129,6 +130,26 @@ class StoredShard:
 
     def pack_path(self, extent: Extent) -> Path:
         return self.packs / f"{extent.pack}.pack"
+
+    def check_packs(self) -> None:
+        """Are the files there, and as long as they have to be? Nothing is read.
+
+        Raises:
+            MissingTeacherError, CorruptTeacherError: names teacher and file.
+        """
+        ends: dict[Path, int] = {}
+        for extent in self.manifest.extents.values():
+            path = self.pack_path(extent)
+            ends[path] = max(ends.get(path, 0), extent.offset + extent.padded_bytes)
+        for path, end in ends.items():
+            try:
+                size = path.stat().st_size
+            except FileNotFoundError as error:
+                raise MissingTeacherError(f"teacher {self.teacher}: {path} is missing") from error
+            if size < end:
+                raise CorruptTeacherError(f"teacher {self.teacher}: {path} ends at byte {size}, and has to have {end}")
+        if self.base is not None:
+            self.base.check_packs()
 
     @property
     def is_plain(self) -> bool:

@@ -12,7 +12,10 @@ _KEPT_SPANS = 4096
 
 @dataclass(frozen=True)
 class Span:
-    """``kind``: read (disk to pinned), copy (to the device), demote (back to pinned), wait (a lease), lease."""
+    """``kind``: read (disk to pinned), copy (to the device), demote (back to pinned), wait (a lease), lease.
+
+    The copies of a teacher that is still being read are one span, as long as all of them took.
+    """
 
     kind: str
     teacher: str

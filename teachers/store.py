@@ -44,6 +44,11 @@ from teachers.shard import StoredShard
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
+def is_name(name: str) -> bool:
+    """May a teacher, or a shard, be called so? They are names of files."""
+    return _NAME.fullmatch(name) is not None
+
+
 @dataclass(frozen=True)
 class Added:
     """What an import did.
@@ -74,14 +79,21 @@ class Entry:
 
 
 class TeacherStore:
-    """Teachers under one folder, which is made when it is not there."""
+    """Teachers under one folder, which is made when it is not there.
+
+    Raises:
+        TeacherError: it can't be made.
+    """
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root)
         self.packs = self.root / "packs"
         self.teachers = self.root / "teachers"
         for folder in (self.packs, self.teachers):
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise TeacherError(f"{self.root} can't be a store of teachers: {folder}: {error.strerror}") from error
 
     def add(
         self,
@@ -108,17 +120,20 @@ class TeacherStore:
             ImportFailedError: a name that can't be one, a teacher that is there, a full disk; nothing has changed.
         """
         path = self._manifest_path(name, shard)
-        if path.exists() and not replace:
-            raise ImportFailedError(f"teacher {name} has shard {shard} already ({path}); remove it, or replace it")
-        if replace and path.exists():
-            self._refuse_if_base(name, shard)
-        base_shard = self._open_base(name, base, shard) if base is not None else None
-        with self._locked(shared=True):
+        with self._locked(shared=True):  # what is looked at here can't be removed meanwhile
+            if path.exists() and not replace:
+                raise ImportFailedError(f"teacher {name} has shard {shard} already ({path}); remove it, or replace it")
+            if path.exists():
+                self._refuse_if_base(name, shard)
+            digest = self._digest(base, shard)
+            base_shard = self._open_base(name, base, shard) if base is not None else None
             pack = self._new_pack(name, written)
             importer = _Importer(name, pack, self._known_extents(), base_shard, fp8, self.packs)
             try:
                 entries = [importer.add(tensor_name, tensor) for tensor_name, tensor in tensors]
-                manifest = importer.manifest(shard, dict(meta or {}), base, self._digest(base, shard), entries)
+                manifest = importer.manifest(shard, dict(meta or {}), base, digest, entries)
+                if manifest.base is not None and self._digest(base, shard) != digest:
+                    raise ImportFailedError(f"teacher {name}, shard {shard}: its base {base} was replaced meanwhile")
                 pack.commit()
                 self._write_manifest(path, dump_manifest(manifest))
             except OSError as error:
@@ -170,27 +185,22 @@ class TeacherStore:
             base = self.open(manifest.base, shard)
         return StoredShard(manifest, self.packs, base)
 
-    def list(self) -> Sequence[Entry]:
+    def list(self, damaged: Callable[[TeacherError], None] | None = None) -> Sequence[Entry]:
         """
+        Args:
+            damaged: told of what can't be listed, in place of an error.
+
         Raises:
             CorruptTeacherError: a manifest is damaged, or its base was replaced.
         """
         entries = []
         for path in self._manifest_paths():
-            shard = self.open(path.parent.name, path.name.removesuffix(".json"))
-            manifest = shard.manifest
-            entries.append(
-                Entry(
-                    manifest.teacher,
-                    manifest.shard,
-                    len(manifest.tensors),
-                    shard.device_bytes,
-                    shard.stored_bytes,
-                    manifest.base,
-                    _counted(manifest.tensors),
-                    manifest.meta,
-                )
-            )
+            try:
+                entries.append(_entry(self.open(path.parent.name, path.name.removesuffix(".json"))))
+            except TeacherError as error:
+                if damaged is None:
+                    raise
+                damaged(error)
         return entries
 
     def remove(self, name: str) -> None:
@@ -203,7 +213,9 @@ class TeacherStore:
         folder = self._folder(name)
         with self.exclusively():
             if not folder.is_dir():
-                raise MissingTeacherError(f"no teacher {name} in {self.root}; there are {self.names()}")
+                raise MissingTeacherError(
+                    f"no teacher {name} in {self.root}; there are {', '.join(self.names()) or 'none'}"
+                )
             self._refuse_if_base(name)
             for path in folder.iterdir():
                 path.unlink()
@@ -255,7 +267,7 @@ class TeacherStore:
         return sorted(self.teachers.glob("*/[!.]*.json"))
 
     def _folder(self, name: str) -> Path:
-        if not _NAME.fullmatch(name):
+        if not is_name(name):
             raise ImportFailedError(f"a teacher's or shard's name is letters, digits, . _ -, not {name!r}")
         return self.teachers / name
 
@@ -311,6 +323,20 @@ class TeacherStore:
             except BlockingIOError as error:
                 raise TeacherError(f"{self.root} is being imported to just now ({path} is locked)") from error
             yield
+
+
+def _entry(shard: StoredShard) -> Entry:
+    manifest = shard.manifest
+    return Entry(
+        manifest.teacher,
+        manifest.shard,
+        len(manifest.tensors),
+        shard.device_bytes,
+        shard.stored_bytes,
+        manifest.base,
+        _counted(manifest.tensors),
+        manifest.meta,
+    )
 
 
 class _Importer:

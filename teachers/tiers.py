@@ -37,7 +37,7 @@ class TierManager:
         teachers: those that can be leased; all of the store by default.
 
     Raises:
-        MissingTeacherError, CorruptTeacherError: a manifest is not there or damaged.
+        MissingTeacherError, CorruptTeacherError: a manifest is not there or damaged, a pack is not there or too short.
         ValueError: a budget that is too small for anything.
     """
 
@@ -248,6 +248,7 @@ def _open_all(store: TeacherStore, shard: str, names: Sequence[str]) -> dict[str
     shards: dict[str, StoredShard] = {}
     for name in names:
         shards[name] = opened = store.open(name, shard)
+        opened.check_packs()
         if opened.base is not None:
             shards.setdefault(opened.base.teacher, opened.base)
     return shards

@@ -19,6 +19,7 @@ from teachers.format import Extent, Manifest
 from teachers.reader import Block, DirectReader, blocks
 from teachers.store import TeacherStore
 
+UNUSED = "no teacher refers to it: an import broke off, or what it was of was replaced; gc removes it"
 _VERIFY_BYTES = 32 << 20
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1  # linux/falloc.h
 
@@ -55,7 +56,7 @@ def verify(
         checked |= {(extent.pack, extent.offset) for extent in fresh}
         problems += _verify_extents(store, teacher, fresh, arena, reader, read)
     if chosen is None:
-        problems += [Problem("", path, "left by an import that broke off; gc removes it") for path in leftovers(store)]
+        problems += [Problem("", path, UNUSED) for path in leftovers(store)]
     return problems
 
 
@@ -129,7 +130,10 @@ def gc(store: TeacherStore, *, wait: bool = True) -> Freed:
         used: dict[str, dict[int, int]] = {}
         for _, manifest in store.manifests():
             if isinstance(manifest, CorruptTeacherError):
-                raise manifest
+                raise CorruptTeacherError(
+                    f"{manifest}. Nobody knows what it refers to, so nothing was freed: import that teacher again, or"
+                    " remove it too"
+                ) from manifest
             for extent in manifest.extents.values():
                 sizes = used.setdefault(extent.pack, {})  # an empty extent lies where the next begins
                 sizes[extent.offset] = max(sizes.get(extent.offset, 0), extent.padded_bytes)

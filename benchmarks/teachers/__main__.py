@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.teachers import made, picture, raw
-from benchmarks.teachers.swaps import PinnedCopies, Safetensors, Scoring, Tiers
+from benchmarks.teachers.summary import Wait
+from benchmarks.teachers.swaps import LOOKS, Alone, PinnedCopies, Safetensors, Scoring, Tiers
 
 COUNT = 12
 RATIOS = (1.0, 2.0, 0.5)
@@ -36,8 +37,8 @@ LOADING = 8.5
 """(a) of a batch: eight reads, and copies."""
 COMPARED, PINNED = 12.6, 4
 """Once: every teacher's bits; the four that (a) keeps."""
-SCORED = 3.5
-"""All ratios together, in loadings of (a)."""
+SCORED = 3.5 * LOOKS
+"""All ratios together, in loadings of (a): what the scoring of one teacher takes alone."""
 EXPOSED, SAMPLED = 7.8, 3.4
 """A round: what the shortest batch waits; a part of (a)'s loads and one of (b)'s."""
 RAW_S_PER_GB, START_S, SPARE = 2.5, 10, 0.9
@@ -143,7 +144,7 @@ class Bench:
         for _ in range(self.options.rounds):
             began = time.perf_counter()
             for ratio in RATIOS:
-                rows[ratio].append(ours.batch(work[ratio][0]))
+                rows[ratio].append(ours.batch(work[ratio].run))
             a.append(pinned.part(len(b)))
             b.append(files.load())
             self._summarize(a, b, rows, work, ours)
@@ -156,40 +157,43 @@ class Bench:
         pinned.close()
 
     def _summarize(
-        self, a: list[float], b: list[float], rows: dict[float, Any], work: dict[float, Any], ours: Tiers
+        self, a: list[float], b: list[float], rows: dict[float, Any], work: dict[float, Alone], ours: Tiers
     ) -> None:
         loading, slow = statistics.median(a), COUNT * statistics.median(b)
         self.results |= {"a_seconds": a, "a_wait": loading, "b_wait": slow, "most_bytes": ours.most, "ratios": {}}
         self.results["budgets"] = [ours.hbm_bytes, ours.pinned_bytes]
         for ratio, batches in rows.items():
-            scored = COUNT * work[ratio][1]
+            scored, spread = COUNT * work[ratio].seconds, COUNT * work[ratio].spread
             waits = [batch["wall"] - scored for batch in batches]
             middle = batches[sorted(range(len(waits)), key=lambda i: waits[i])[len(waits) // 2]]
-            wait = statistics.median(waits)
+            wait = Wait.of(waits, scored, spread)
             # The disk and the copies work side by side: loading takes as long as the one that has more to do.
             load = max(statistics.median(x[lane] for x in batches) for lane in ("disk_seconds", "copy_seconds"))
             self.results["ratios"][str(ratio)] = row = {
                 "rounds": len(batches),
                 "scoring": scored,
+                "scoring_spread": spread,
                 "measured_ratio": scored / loading,
-                "wait": wait,
+                "wait": wait.seconds,
+                "wait_resolution": wait.resolution,
+                "wait_is_told": wait.is_told,
                 "waits": waits,
                 "leases_waited": statistics.median(batch["waited"] for batch in batches),
-                "share_of_scoring": wait / scored,
+                "share_of_scoring_at_most": wait.at_most / scored,
                 "load": load,
-                "over_bound": (scored + wait) / max(scored, load),
-                "a_over_ours": loading / max(wait, 1e-9),
-                "b_over_ours": slow / max(wait, 1e-9),
+                "over_bound": (scored + wait.seconds) / max(scored, load),
+                "a_over_ours": wait.multiple(loading),
+                "b_over_ours": wait.multiple(slow),
                 "bound": loading / (loading - scored) if scored < loading else None,
                 "disk_loads": statistics.median(batch["disk_loads"] for batch in batches),
+                "demotions": statistics.median(batch["demotions"] for batch in batches),
                 "timeline": middle["spans"],
             }
             bound = f", bound L/(L−S) {row['bound']:.2f}" if row["bound"] else ""
             self.note(
-                f"scoring/loading {ratio} ({scored / loading:.2f}): S {scored:.2f} s, wait {wait:.3f} s"
-                f" ({row['share_of_scoring']:.1%} of S),"
-                f" total/max(S, load) {row['over_bound']:.2f}, (a) waits {row['a_over_ours']:.1f}×, (b)"
-                f" {row['b_over_ours']:.1f}× as long{bound}; {row['disk_loads']:.0f} disk loads, {len(batches)} rounds"
+                f"scoring/loading {ratio} ({scored / loading:.2f}): S {scored:.2f} s, wait {wait.said(scored)},"
+                f" total/max(S, load) {row['over_bound']:.2f}, (a) waits {wait.times(loading)}, (b)"
+                f" {wait.times(slow)} as long{bound}; {row['disk_loads']:.0f} disk loads, {len(batches)} rounds"
             )
 
 

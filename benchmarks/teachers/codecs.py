@@ -27,13 +27,13 @@ SHARES = {"delta 5 %": 0.05, "delta 30 %": 0.3}
 SLUGS = {"whole": "whole", "delta 5 %": "delta05", "delta 30 %": "delta30", "fp8": "fp8"}
 
 
-def tensors(architecture: Architecture, share: float) -> Iterator[tuple[str, Tensor]]:
+def tensors(architecture: Architecture, share: float, device: str) -> Iterator[tuple[str, Tensor]]:
     """Normally distributed weights, a share of them moved by half."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     for name, shape in architecture.shapes().items():
-        weight = torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02, generator=generator)
+        weight = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=0.02, generator=generator)
         if share:
-            changed = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < share
+            changed = torch.rand(shape, device=device, generator=torch.Generator(device).manual_seed(1)) < share
             weight = torch.where(changed, weight * 1.5, weight)
         yield name, weight
 
@@ -41,7 +41,7 @@ def tensors(architecture: Architecture, share: float) -> Iterator[tuple[str, Ten
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--width", type=int, default=1536 if torch.cuda.is_available() else 256)
+    parser.add_argument("--width", type=int, default=768 if torch.cuda.is_available() else 256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--root", type=Path, default=Path("runs/bench_codecs"))
     parser.add_argument("--json", type=Path)
@@ -58,10 +58,10 @@ def main() -> int:
 
 def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     architecture, store = Architecture(options.width), TeacherStore(options.root)
-    store.add("whole", SHARD, tensors(architecture, 0.0))
+    store.add("whole", SHARD, tensors(architecture, 0.0, options.device))
     for name, share in SHARES.items():
-        store.add(SLUGS[name], SHARD, tensors(architecture, share), base="whole")
-    store.add("fp8", SHARD, tensors(architecture, 0.0), fp8=True)
+        store.add(SLUGS[name], SHARD, tensors(architecture, share, options.device), base="whole")
+    store.add("fp8", SHARD, tensors(architecture, 0.0, options.device), fp8=True)
     shards = {slug: store.open(slug, SHARD) for slug in SLUGS.values()}
     size = shards["whole"].device_bytes
     numel = max(tensor.numel for tensor in shards["whole"].manifest.tensors)
@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
                     pass
         for name, slug in SLUGS.items():
             if slug != "fp8":
-                compare(tiers, slug, architecture, SHARES.get(name, 0.0))
+                compare(tiers, slug, tensors(architecture, SHARES.get(name, 0.0), options.device))
         spans = tiers.stats().spans
     finally:
         tiers.close()
@@ -93,10 +93,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     return rows
 
 
-def compare(tiers: TierManager, slug: str, architecture: Architecture, share: float) -> None:
+def compare(tiers: TierManager, slug: str, imported: Iterator[tuple[str, Tensor]]) -> None:
     with tiers.lease(slug) as weights:
-        for name, expected in tensors(architecture, share):
-            if not torch.equal(weights[name].cpu().view(torch.int16), expected.view(torch.int16)):
+        for name, expected in imported:
+            if not torch.equal(weights[name].view(torch.int16), expected.view(torch.int16)):
                 raise RuntimeError(f"{slug}: {name} is not what was imported")
 
 

@@ -14,8 +14,10 @@ that the same scoring takes when nothing is moved. Batches follow each other wit
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,18 @@ from teachers.tiers import TierManager
 
 IN_HBM, IN_PINNED = 2, 4
 PART = 2
+LOOKS = 3
+"""At how long scoring takes alone."""
 _PRODUCT = 8192
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The scoring of one teacher, how long it takes while nothing is moved, and how much that varied."""
+
+    run: Callable[[], None]
+    seconds: float
+    spread: float
 
 
 class Scoring:
@@ -54,13 +67,22 @@ class Scoring:
         torch.cuda.synchronize()
         return time.perf_counter() - started
 
-    def make(self, seconds: float) -> tuple[Callable[[], object], float]:
-        """Something that takes about so long, and how long it takes alone."""
-        if self.device.type != "cuda":
-            return lambda: time.sleep(seconds), seconds
-        count = max(1, round(seconds / self._each))
-        alone = sorted(self._products(count) for _ in range(3))[1] if seconds < 1 else self._products(count)
-        return lambda: self._products(count), alone
+    def make(self, seconds: float) -> Alone:
+        """Something that takes about so long."""
+        count = 0 if self.device.type != "cuda" else max(1, round(seconds / self._each))
+
+        def run() -> None:
+            if count:
+                self._products(count)
+            else:
+                time.sleep(seconds)
+
+        looks = []
+        for _ in range(LOOKS):
+            started = time.perf_counter()
+            run()
+            looks.append(time.perf_counter() - started)
+        return Alone(run, statistics.median(looks), max(looks) - min(looks))
 
 
 class PinnedCopies:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from rl.teachers.sources import TeacherSource
+    from teachers.errors import TeacherError
     from teachers.store import TeacherStore
 
 SUMMARY = "import, list, verify and clean up the store of teachers"
@@ -130,6 +131,7 @@ def _of_run(options: argparse.Namespace) -> _Wanted:
     from rl.compose import compose_config
     from rl.config import check
     from rl.preflight import check_run
+    from teachers.errors import TeacherError
     from teachers.store import TeacherStore
 
     plan = check_run(check(compose_config(options.run)))
@@ -137,7 +139,10 @@ def _of_run(options: argparse.Namespace) -> _Wanted:
         raise _Refused("this run holds no teacher's weights: add +teacher=[NAME,...] (configs/teacher)")
     if plan.config.distillation.store is None:
         raise _Refused("distillation.store: required, but not set; name the folder that the run will use")
-    return TeacherStore(plan.config.distillation.store), plan.teaching.sources, plan.config.trainer
+    try:
+        return TeacherStore(plan.config.distillation.store), plan.teaching.sources, plan.config.trainer
+    except TeacherError as error:
+        raise _Refused(str(error)) from error
 
 
 def _of_one(options: argparse.Namespace) -> _Wanted:
@@ -149,9 +154,9 @@ def _of_one(options: argparse.Namespace) -> _Wanted:
 
     trainer = _trainer(options.layout)
     try:
-        store = TeacherStore(options.store)
         wanted = {"source": options.source, "base": options.base, "codec": options.codec}
         teachers = {options.name: TeacherConfig.model_validate(wanted)}
+        store = TeacherStore(options.store)
         if options.base in store.names() and options.base != options.name:
             teachers[options.base] = TeacherConfig.model_validate({"source": _noted(store, options.base)["source"]})
         sources = resolve_all(teachers, DistillationConfig.model_validate({}))
@@ -209,12 +214,15 @@ def _list(store: TeacherStore, options: argparse.Namespace) -> int:
     from rich.table import Table
 
     table = Table("teacher", "shard", "tensors", "on the device", "stored", "base", "log-prob error in fp8")
-    for entry in store.list():
+    errors: list[TeacherError] = []
+    for entry in store.list(errors.append):
         sizes = _size(entry.device_bytes), _size(entry.stored_bytes)
         error = _error(entry.meta) if "fp8" in entry.encodings else ""
         table.add_row(entry.teacher, entry.shard, _kinds(entry.encodings), *sizes, entry.base or "", error)
     Console().print(table)
-    return 0
+    for failure in errors:
+        print(f"atelier teachers: {failure}", file=sys.stderr)
+    return EXIT_FAILED if errors else 0
 
 
 def _error(meta: Mapping[str, Any]) -> str:
@@ -243,7 +251,8 @@ def _verify(store: TeacherStore, options: argparse.Namespace) -> int:
             continue
         if any(tensor.encoding == "fp8" for tensor in manifest.tensors):
             print(f"{manifest.teacher} {manifest.shard}: log-prob error in fp8: {_error(manifest.meta)}")
-    print(f"{len(problems)} problems" if problems else "all as it was written")
+    repair = "gc --remove NAME forgets a damaged teacher, and the next add or run imports it again"
+    print(f"{len(problems)} problems; {repair}" if problems else "all as it was written")
     return EXIT_FAILED if problems else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,12 +74,13 @@ def check_teachers(config: RunConfig, algorithm: Algorithm, tasks: Mapping[str, 
     except (RouteError, TeacherSourceError) as error:
         raise ConfigError(str(error)) from error
     _sizes(config, sources)
+    _store(config.distillation.store)
     return TeachingPlan(routing, sources, _urls(config, algorithm))
 
 
 def _tokenizers(config: RunConfig, sources: Iterable[TeacherSource]) -> None:
     if config.model.checkpoint is not None:
-        ours = vocabulary(config.model.checkpoint)
+        ours = vocabulary("model.checkpoint", config.model.checkpoint)
     else:
         assert config.model.fresh is not None
         ours = dict(character_tokenizer(config.model.fresh.context_length).get_vocab())
@@ -89,7 +91,7 @@ def _tokenizers(config: RunConfig, sources: Iterable[TeacherSource]) -> None:
         if not directory.is_dir():
             raise TeacherSourceError(f"{key}: {directory} does not exist; give an HF directory with a tokenizer")
         if directory not in known:
-            known[directory] = vocabulary(directory)
+            known[directory] = vocabulary(key, directory)
         check_tokenizer(key, directory, known[directory], ours)
 
 
@@ -122,6 +124,18 @@ def _sizes(config: RunConfig, sources: Iterable[TeacherSource]) -> None:
                 f"distillation.pinned_bytes={budget}: teacher {source.name} takes at least {least} bytes of each rank "
                 f"in {kept}; raise it, or spread the model over more ranks (trainer.parallel)"
             )
+
+
+def _store(folder: Path | None) -> None:
+    """The nearest folder that is there must be one, and let a store be made in it."""
+    if folder is None:
+        return
+    there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"distillation.store: {folder} can't be made or written to, since {there} is no folder that this user may "
+            "write to; name one on local disk"
+        )
 
 
 def _urls(config: RunConfig, algorithm: Algorithm) -> dict[str, str]:

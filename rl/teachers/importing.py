@@ -26,6 +26,7 @@ from rl.trainer.config import TrainerConfig
 from rl.trainer.manifest import CheckpointError
 from rl.trainer.piece_planner import PieceLoadPlanner
 from teachers.errors import CorruptTeacherError, MissingTeacherError
+from teachers.format import Manifest
 from teachers.shard import StoredShard
 from teachers.store import Added, TeacherStore
 
@@ -83,7 +84,10 @@ def import_teachers(
     for source in sources:
 
         def write(source: TeacherSource = source) -> bool:
-            return part.mine and import_part(store, source, models[source.name], part.shard) is not None
+            if not part.mine or has_part(store, source, part.shard):
+                return False
+            import_part(store, source, models[source.name], part.shard)
+            return True
 
         if any(on_every_rank(write)):
             imported.append(source.name)
@@ -92,23 +96,28 @@ def import_teachers(
 
 def forget_outdated(store: TeacherStore, sources: Sequence[TeacherSource], shard: str) -> None:
     """Shards that are kept as differences to a base, and will be imported again: the base may be replaced then."""
-    for source in sources:
-        stored = _stored(store, source.name, shard)
-        if stored is not None and stored.manifest.base is not None and stored.meta.get(FINGERPRINT) != source.mark:
-            store.forget(source.name, shard)
+    for _, manifest in store.manifests():
+        if not isinstance(manifest, Manifest) or manifest.base is None or manifest.shard != shard:
+            continue
+        for source in sources:
+            if source.name == manifest.teacher and not has_part(store, source, shard):
+                store.forget(source.name, shard)
+
+
+def has_part(store: TeacherStore, source: TeacherSource, shard: str) -> bool:
+    """Is there nothing to import?"""
+    stored = _stored(store, source.name, shard)
+    return stored is not None and stored.meta.get(FINGERPRINT) == source.mark
 
 
 def import_part(
     store: TeacherStore, source: TeacherSource, model: TeacherModel, shard: str, read: Read = lambda _: None
-) -> Added | None:
-    """One shard of a teacher, unless the store has it; its base comes before. No collective.
+) -> Added:
+    """One shard of a teacher, in the place of what the store has of it; its base comes before. No collective.
 
     Raises:
         ImportFailedError, WeightMismatchError, CheckpointError: the store has no half of a teacher.
     """
-    stored = _stored(store, source.name, shard)
-    if stored is not None and stored.meta.get(FINGERPRINT) == source.mark:
-        return None
     return store.add(
         source.name,
         shard,
@@ -121,13 +130,16 @@ def import_part(
 
 
 def _stored(store: TeacherStore, name: str, shard: str) -> StoredShard | None:
-    try:
-        return store.open(name, shard)
-    except MissingTeacherError:
+    """None too where its files are damaged, as far as can be told without reading them."""
+    if shard not in store.shards(name):
         return None
-    except CorruptTeacherError as error:
+    try:
+        stored = store.open(name, shard)
+        stored.check_packs()
+    except (MissingTeacherError, CorruptTeacherError) as error:
         log.warning("imported again: %s", error)
         return None
+    return stored
 
 
 def _counted(tensors: Iterable[tuple[str, Tensor]], read: Read) -> Iterator[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rl.teachers.importing import Read, forget_outdated, import_part
+from rl.teachers.importing import Read, forget_outdated, has_part, import_part
 from rl.teachers.modules import TeacherModel, shard_name
 from rl.teachers.sources import TeacherSource, with_bases
 from rl.trainer import platform
@@ -61,6 +61,9 @@ def import_for_layout(
             done.add(shard)
             forget_outdated(store, with_bases(sources), shard)
             for source in with_bases(sources):
+                if has_part(store, source, shard):
+                    yield Cut(source.name, shard, None)
+                    continue
                 model = TeacherModel(read_hf_config(source.model), config)
                 read = begin(source.name, shard, model.nbytes)
                 yield Cut(source.name, shard, import_part(store, source, model, shard, read))

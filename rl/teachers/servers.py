@@ -46,7 +46,7 @@ async def check_server_tokenizer(name: str, url: str, directory: Path, timeout_s
                 f"{directory}, such as {some}; a teacher must have the student's tokenizer"
             )
     elif path is not None and path.is_dir():
-        check_tokenizer(key, path, vocabulary(path), ours)
+        check_tokenizer(key, path, vocabulary(key, path), ours)
     else:
         log.warning("%s does not decode tokens: that its tokenizer is that of %s is taken on trust", key, directory)
 

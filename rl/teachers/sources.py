@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from rl.teachers.config import Codec, DistillationConfig, TeacherConfig
 from rl.trainer.config import TrainerConfig
 from rl.trainer.manifest import MANIFEST, CheckpointError, read_manifest
+from teachers.store import is_name
 
 SHOWN = 3
 """Tokens, or keys of a config, that a message names."""
@@ -78,9 +79,12 @@ def resolve(name: str, path: Path, key: str | None = None) -> TeacherSource:
     """
     key = key or f"teachers.{name}.source"
     path = path.resolve()
+    if not is_name(name):
+        raise TeacherSourceError(f"teachers.{name}: a teacher's name is letters, digits, . _ - (it names files)")
     if not path.is_dir():
+        what = "is no directory" if path.exists() else "does not exist"
         raise TeacherSourceError(
-            f"{key}: {path} does not exist; give an HF directory, the folder of a finished run, or a checkpoint"
+            f"{key}: {path} {what}; give an HF directory, the folder of a finished run, or a checkpoint"
         )
     if (path / MANIFEST).is_file():
         return _of_checkpoint(name, key, path)
@@ -91,6 +95,7 @@ def resolve(name: str, path: Path, key: str | None = None) -> TeacherSource:
     for wanted in ("config.json", "tokenizer_config.json"):
         if not (path / wanted).is_file():
             raise TeacherSourceError(f"{key}: {path} has no {wanted}; give an HF directory with weights and tokenizer")
+    _check_config(key, path / "config.json")
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise TeacherSourceError(f"{key}: {path} has no *.safetensors file")
@@ -212,14 +217,30 @@ def _elements(key: str, path: Path) -> int:
     return total
 
 
+def _check_config(key: str, path: Path) -> None:
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise TeacherSourceError(f"{key}: {path} is not JSON: {error}") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise TeacherSourceError(f"{key}: {path} names no model_type; give the config.json of a Hugging Face model")
+
+
 def _fingerprint(files: list[Path]) -> str:
     facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps([str(files[0].parent), facts]).encode()).hexdigest()[:32]
 
 
-def vocabulary(directory: Path) -> Mapping[str, int]:
-    """Token ids of a directory's tokenizer, added tokens included."""
-    return dict(AutoTokenizer.from_pretrained(directory, local_files_only=True).get_vocab())
+def vocabulary(key: str, directory: Path) -> Mapping[str, int]:
+    """Token ids of a directory's tokenizer, added tokens included.
+
+    Raises:
+        TeacherSourceError: it has none that can be read.
+    """
+    try:
+        return dict(AutoTokenizer.from_pretrained(directory, local_files_only=True).get_vocab())
+    except Exception as error:  # whatever the tokenizer's own code, and tokenizers' bare Exception, raise
+        raise TeacherSourceError(f"{key}: the tokenizer of {directory} can't be read: {error}") from error
 
 
 def check_tokenizer(key: str, directory: Path, theirs: Mapping[str, int], ours: Mapping[str, int]) -> None:

@@ -46,6 +46,16 @@ def other_tokens(model_dir, tmp_path_factory):
     return directory
 
 
+@pytest.fixture(scope="module")
+def damaged(model_dir, tmp_path_factory):
+    """Copies of a model, a file of each of which is not what it should be."""
+    folder = tmp_path_factory.mktemp("damaged")
+    for file, content in (("config.json", "{"), ("tokenizer.json", "{"), ("model.safetensors", "short")):
+        shutil.copytree(model_dir, folder / file.partition(".")[0])
+        (folder / file.partition(".")[0] / file).write_text(content)
+    return folder
+
+
 def refuse(capsys, *overrides):
     code = train(["+stage=opd", "task=sorting", *overrides])
     said = " ".join(capsys.readouterr().err.split())
@@ -70,6 +80,22 @@ def refuse(capsys, *overrides):
         (
             ["+teachers.sorting.source=MODEL", "+teachers.ann={source: MODEL, prompts: [chess]}"],
             "teachers.ann.prompts: no prompt of this run has task 'chess'; there are sorting",
+        ),
+        (
+            ["+teachers.sorting.source=DAMAGED/config"],
+            "teachers.sorting.source: DAMAGED/config/config.json is not JSON",
+        ),
+        (
+            ["+teachers.sorting.source=DAMAGED/tokenizer"],
+            "teachers.sorting.source: the tokenizer of DAMAGED/tokenizer can't be read",
+        ),
+        (
+            ["+teachers.sorting.source=DAMAGED/model"],
+            "teachers.sorting.source: DAMAGED/model/model.safetensors is not a whole safetensors file",
+        ),
+        (
+            ["+teachers.sorting.source=MODEL", "distillation.store=DAMAGED/model/config.json/store"],
+            "distillation.store: DAMAGED/model/config.json/store can't be made or written to",
         ),
         (
             ["+teachers.sorting.source=OTHER"],
@@ -133,9 +159,10 @@ def refuse(capsys, *overrides):
         ),
     ],
 )
-def test_wrong_teachers_are_named(capsys, tmp_path, model_dir, other_tokens, deep, overrides, says):
+def test_wrong_teachers_are_named(capsys, tmp_path, model_dir, other_tokens, deep, damaged, overrides, says):
     def named(text):
-        for word, directory in {"MODEL": model_dir, "OTHER": other_tokens, "DEEP": deep}.items():
+        words = {"MODEL": model_dir, "OTHER": other_tokens, "DEEP": deep, "DAMAGED": damaged}
+        for word, directory in words.items():
             text = text.replace(word, str(directory))
         return text
 

@@ -1,9 +1,10 @@
-"""How large the benchmark's teachers are when they have to be done in time."""
+"""How large the benchmark's teachers are when they have to be done in time, and what it may say of short waits."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.teachers.__main__ import STEP, WIDEST, widest
+from benchmarks.teachers.summary import LEAST_SHARE, Wait
 
 speeds = st.floats(0.1, 10.0)
 
@@ -22,3 +23,24 @@ def test_more_time_and_faster_disks_make_larger_teachers_up_to_a_billion_paramet
 def test_at_the_speeds_seen_on_the_h200():
     assert widest(600.0, 5, 1.66, 0.6) == WIDEST
     assert 1408 <= widest(245.0, 5, 1.2, 0.6) < widest(245.0, 5, 1.66, 0.6) < WIDEST
+
+
+seconds = st.floats(-5.0, 5.0)
+
+
+@given(st.lists(seconds, min_size=1, max_size=7), st.floats(0.1, 100.0), st.floats(0.0, 2.0), st.floats(0.1, 100.0))
+def test_no_multiple_says_more_than_the_rounds_can_tell(waits, scoring, spread, other):
+    wait = Wait.of(waits, scoring, spread)
+    most = other / max(LEAST_SHARE * scoring, spread, -min(waits))
+    assert 0 < wait.multiple(other) <= 1.0001 * most
+    cautious = wait.seconds <= wait.resolution
+    assert wait.times(other).startswith("≥ ") == wait.said(scoring).startswith("< ") == cautious
+    assert cautious or wait.seconds > 0
+
+
+def test_waits_seen_on_the_h200():
+    at_one = Wait.of([-0.0129, 0.0170, 0.0262, -0.0160, -0.0031], 10.532, 0.0)
+    assert at_one.times(10.154) == "≥ 635×"
+    assert at_one.said(10.532) == "< 0.016 s (< 0.2% of S)"
+    at_half = Wait.of([2.738, 3.569, 3.514, 4.370, 4.077], 5.2405, 0.01)
+    assert (at_half.times(10.154), at_half.said(5.2405)) == ("2.8×", "3.569 s (68.1% of S)")

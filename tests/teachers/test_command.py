@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from rl.commands import teachers as command
 from rl.commands.exits import EXIT_BAD_CONFIG
 from rl.fresh_model import FreshModel, create_model
+from rl.teachers import layouts
 from rl.teachers.fidelity import LogprobError
 from teachers.store import TeacherStore
 
@@ -23,6 +24,9 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     create_model(folder / "base", FreshModel(), seed=0)
     create_model(folder / "deep", FreshModel(layers=3), seed=0)
+    shutil.copytree(folder / "base", folder / "unreadable")
+    (folder / "unreadable" / "config.json").write_text("{")
+    (folder / "file").write_text("")
     shutil.copytree(folder / "base", folder / "tuned")
     tensors = load_file(folder / "tuned" / "model.safetensors")
     for tensor in tensors.values():
@@ -101,11 +105,59 @@ def test_verify_finds_damage_and_gc_frees_what_is_removed(store, capsys, tmp_pat
     assert os.listdir(root / "teachers") == os.listdir(root / "packs") == []
 
 
+def test_one_damaged_manifest_is_named_and_the_other_teachers_are_listed(store, models, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "250")
+    shutil.copytree(store, root := tmp_path / "copy")
+    (manifest,) = (root / "teachers" / "small").iterdir()
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole.replace(b"small", b"smell", 1))
+    for arguments in (["list"], ["gc"], ["verify"]):
+        assert command.main([*arguments, "--store", str(root)]) == 1
+        said = capsys.readouterr()
+        assert f"teacher small: {manifest} is damaged: its checksum does not match" in said.out + said.err
+        assert ("tuned" in said.out) == (arguments == ["list"])
+        assert ("import that teacher again, or remove it too" in said.err) == (arguments == ["gc"])
+    assert command.main(["gc", "--remove", "small", "--store", str(root)]) == 0
+    assert command.main(["list", "--store", str(root)]) == 0
+
+
+def test_what_is_there_is_not_built_again_unless_its_files_are_damaged(models, tmp_path, monkeypatch, caplog):
+    root = tmp_path / "store"
+    add = ["add", "tuned", str(models / "tuned"), "--store", str(root), "--base", str(models / "base")]
+    assert command.main(add) == 0
+    built = []
+    model = layouts.TeacherModel
+
+    def noted(*args):
+        built.append(args)
+        return model(*args)
+
+    monkeypatch.setattr(layouts, "TeacherModel", noted)
+    assert command.main(add) == 0
+    assert not built
+    found = TeacherStore(root)
+    shard = found.open("tuned", found.shards("tuned")[0])
+    pack = shard.base.pack_path(next(iter(shard.base.manifest.extents.values())))
+    os.truncate(pack, 4096)
+    assert command.main(add) == 0  # both: what was kept of the one is a difference to the other
+    assert len(built) == 2
+    assert f"{pack} ends at byte 4096" in caplog.text
+    assert command.main(["gc", "--store", str(root)]) == 0
+    assert command.main(["verify", "--store", str(root)]) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["tuned"], "give NAME SOURCE --store DIR"),
         (["x", "NOWHERE", "--store", "STORE"], "teachers.x.source: NOWHERE does not exist"),
+        (["x", "MODELS/file", "--store", "STORE"], "teachers.x.source: MODELS/file is no directory; give an HF"),
+        (["x", "MODELS/unreadable", "--store", "STORE"], "MODELS/unreadable/config.json is not JSON"),
+        (["x/y", "MODELS/base", "--store", "STORE"], "teachers.x/y: a teacher's name is letters, digits"),
+        (
+            ["x", "MODELS/base", "--store", "MODELS/file"],
+            "MODELS/file can't be a store of teachers: MODELS/file/packs: Not a directory",
+        ),
         (
             ["x", "MODELS/tuned", "--store", "STORE", "--base", "what"],
             "teachers.x.base=what: there is neither a teacher",

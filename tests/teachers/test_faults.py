@@ -11,6 +11,7 @@ import torch
 
 from teachers.errors import CorruptTeacherError, MissingTeacherError, StalledReadError, TeacherError, TierFullError
 from teachers.reader import DirectReader
+from teachers.store import TeacherStore
 from teachers.tiers import TierManager
 from tests.teachers.made import SHARD, assert_same, made_store
 
@@ -109,6 +110,43 @@ def test_a_stalled_reader_is_an_error_and_its_memory_is_not_used_until_it_lets_g
             break
         threading.Event().wait(0.05)
     lease(tiers, "t1", teachers)
+    tiers.close()
+
+
+def test_damage_in_a_later_block_of_a_teacher_that_is_copied_on_while_it_is_read(tmp_path):
+    """Its first blocks are on the device by then: nothing of it is used, and its memory serves the next."""
+    store = TeacherStore(tmp_path)
+    teachers = {
+        name: {f"layers.{i}.w": torch.full((2048, 2048), float(10 * seed + i)) for i in range(3)}
+        for seed, name in enumerate(("t0", "t1"))
+    }
+    for name, tensors in teachers.items():
+        store.add(name, SHARD, tensors.items())
+    pack = pack_of(store, "t0")
+    flip(pack, at=(2 << 24) + 5)
+    first = threading.Event()
+
+    def in_order(descriptor, buffers, offset):
+        if offset >= 2 << 24:
+            first.wait(60)
+        return os.preadv(descriptor, buffers, offset)
+
+    tiers = TierManager(store, SHARD, "cpu", 50 << 20, 1 << 27, reader=DirectReader(preadv=in_order))
+    take = tiers._movers._lane.take
+
+    def noted(*args):
+        moved = take(*args)
+        first.set()
+        return moved
+
+    tiers._movers._lane.take = noted
+    with pytest.raises(CorruptTeacherError, match=f"teacher t0: .*{pack.name} is damaged between bytes"):
+        lease(tiers, "t0", teachers)
+    assert first.is_set()
+    assert tiers.in_hbm == tiers.in_pinned == set()
+    lease(tiers, "t1", teachers)
+    flip(pack, at=(2 << 24) + 5)
+    lease(tiers, "t0", teachers)
     tiers.close()
 
 

@@ -141,3 +141,34 @@ def test_what_is_kept_or_cheap_decides_before_worth():
     assert tier.ahead("c", cheap="a", keep="b") == Admission(load=True, evict=("a",))
     with pytest.raises(TierFullError, match=r"\['b', 'c'\] are in use"):
         tier.fetch("d", keep="bc")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    trace=st.lists(st.sampled_from(NAMES), min_size=1, max_size=8),
+    resident=st.sets(st.sampled_from(NAMES), max_size=3),
+    leased=st.sets(st.sampled_from(NAMES)),
+    cheap=st.sets(st.sampled_from(NAMES)),
+    teacher=st.sampled_from(NAMES),
+)
+def test_a_spare_place_is_one_that_no_load_before_takes(trace, resident, leased, cheap, teacher):
+    tier = Residency(3, dict.fromkeys(NAMES, 1))
+    for name in resident:
+        tier.need(name)
+    for name in leased & resident:
+        tier.lease(name)
+    tier.schedule(trace)
+    upcoming = [*tier.upcoming, teacher]
+    sooner = [name for name in upcoming[: upcoming.index(teacher)] if name not in resident]
+    free = 3 - len(resident)
+    without = tier.resident
+    admission = tier.spare(teacher, sooner, cheap)
+    if admission is None:
+        assert tier.resident == without
+        return
+    assert not set(admission.evict) & leased
+    tier.lease(teacher)
+    # as many places are left for the others as they can take: all that were free or might be evicted for them, less one
+    worse = [name for name in resident - leased - {teacher} if name in cheap or name not in trace]
+    wanted = min(len(sooner), free + len(worse) - (teacher not in without))
+    assert sum(tier.ahead(name, cheap) is not None for name in sooner) >= max(0, wanted)

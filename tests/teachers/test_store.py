@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -118,6 +121,22 @@ def test_every_truncation_is_found(small, data):
         assert any(path.name in str(problem) for problem in verify(small))
     finally:
         path.write_bytes(before)
+
+
+def test_packs_that_are_missing_or_too_short_are_found_before_anything_is_read(tmp_path):
+    store, teachers = made_store(tmp_path, 1)
+    store.add("tuned", SHARD, finetuned(teachers["t0"], 0.01, seed=3).items(), base="t0")
+    base = store.open("t0", SHARD)
+    (pack,) = {base.pack_path(extent) for extent in base.manifest.extents.values()}
+    size = pack.stat().st_size
+    for name in ("t0", "tuned"):
+        os.truncate(pack, size - 4096)
+        with pytest.raises(CorruptTeacherError, match=f"t0: {pack} ends at byte {size - 4096}, and has to have {size}"):
+            TierManager(store, SHARD, "cpu", 1 << 23, 1 << 21, teachers=[name])
+        os.truncate(pack, size)
+    pack.unlink()
+    with pytest.raises(MissingTeacherError, match=f"teacher t0: {pack} is missing"):
+        TierManager(store, SHARD, "cpu", 1 << 23, 1 << 21, teachers=["tuned"])
 
 
 def test_a_missing_pack_names_teacher_and_file(tmp_path):
@@ -254,6 +273,39 @@ def test_gc_that_does_not_wait_says_that_an_import_runs(tmp_path):
 
     store.add("new", SHARD, during())
     assert gc(store, wait=False).files == 0
+
+
+def test_a_base_that_is_replaced_or_removed_meanwhile_is_not_one(tmp_path):
+    store, teachers = made_store(tmp_path, 1)
+    tuned = finetuned(teachers["t0"], 0.01, seed=3)
+
+    def replacing():
+        for index, item in enumerate(tuned.items()):
+            if index == 3:
+                store.add("t0", SHARD, weights(7).items(), replace=True)
+            yield item
+
+    with pytest.raises(ImportFailedError, match=r"teacher tuned, shard .*: its base t0 was replaced meanwhile"):
+        store.add("tuned", SHARD, replacing(), base="t0")
+    assert store.names() == ("t0",)
+    gc(store)
+    assert verify(store) == []
+
+    started = threading.Event()
+    with ThreadPoolExecutor(1) as pool, store.exclusively():
+
+        def add():
+            started.set()
+            return store.add("tuned", SHARD, tuned.items(), base="t0")
+
+        adding = pool.submit(add)
+        assert started.wait(60)
+        time.sleep(0.2)  # it waits for the lock, and has looked at nothing yet
+        (path,) = (store.teachers / "t0").iterdir()
+        path.unlink()
+        path.parent.rmdir()
+    with pytest.raises(MissingTeacherError, match="no teacher t0 with shard"):
+        adding.result(60)
 
 
 def test_imports_of_several_ranks_run_side_by_side(tmp_path):

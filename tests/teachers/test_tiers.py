@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from teachers.errors import MissingTeacherError, TeacherError, TierFullError
+from teachers.reader import DirectReader
 from teachers.store import TeacherStore
 from teachers.tiers import TierManager
 from tests.teachers.made import SHARD, assert_same, finetuned, made_store, weights
@@ -118,6 +121,71 @@ def test_both_memories_together_are_the_disk_s_cache(made):
     assert stats.demotions > 0
 
 
+class Paced:
+    """A disk that answers so many reads, and more when it is told to."""
+
+    def __init__(self, answers):
+        self.answers = threading.Semaphore(answers)
+
+    def __call__(self, descriptor, buffers, offset):
+        assert self.answers.acquire(timeout=60)
+        return os.preadv(descriptor, buffers, offset)
+
+
+def test_what_leaves_the_device_takes_no_place_of_a_read_that_is_to_come(made):
+    """It would be evicted for that read before its own next use: a copy for nothing."""
+    store, teachers = made
+    names = [f"t{i}" for i in range(COUNT)]
+    disk = Paced(3)  # of one block each
+    reader = DirectReader(preadv=disk)
+    tiers = TierManager(store, SHARD, "cpu", 2 * size(made), int(3.1 * size(made)), teachers=names, reader=reader)
+    tiers.plan(names)
+    for name in names[:3]:
+        with tiers.lease(name) as views:
+            assert_same(views, teachers[name])
+    assert tiers.stats().demotions == 0  # three are to be read, into all places
+    disk.answers.release(100)
+    for name in names[3:]:
+        with tiers.lease(name) as views:
+            assert_same(views, teachers[name])
+    assert tiers.stats().demotions > 0  # and now none is
+    assert tiers.stats().disk_loads == COUNT
+    tiers.close()
+
+
+def test_a_teacher_that_is_waited_for_is_copied_while_the_rest_of_it_is_read(tmp_path, monkeypatch):
+    store = TeacherStore(tmp_path)
+    tensors = {f"layers.{i}.w": torch.randn(2048, 2048, generator=torch.Generator().manual_seed(i)) for i in range(4)}
+    store.add("t", SHARD, tensors.items())
+    disk = Paced(3)  # four blocks
+    reader = DirectReader(preadv=disk)
+    tiers = TierManager(store, SHARD, "cpu", 1 << 27, 1 << 27, reader=reader)
+    lane, copied = tiers._movers._lane, []
+    take = lane.take
+
+    def noted(begin, end, *args):
+        copied.append(end - begin)
+        return take(begin, end, *args)
+
+    monkeypatch.setattr(lane, "take", noted)
+
+    def answer():
+        until(lambda: len(copied) == 3)
+        assert tiers.in_hbm == tiers.in_pinned == set()
+        disk.answers.release()
+
+    with ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(answer)
+        with tiers.lease("t") as views:
+            answered.result(60)
+            assert_same(views, tensors)
+    assert sum(copied) == store.open("t", SHARD).stored_bytes == tiers.stats().copied_bytes
+    (copy,) = (span for span in tiers.stats().spans if span.kind == "copy")
+    (read,) = (span for span in tiers.stats().spans if span.kind == "read")
+    assert copy.stop - copy.start < read.stop - read.start  # waiting for the disk is not counted as copying
+    tiers.close()
+
+
 def test_a_delta_is_loaded_with_its_base_kept_once(made):
     store, teachers = made
     tiers = TierManager(store, SHARD, "cpu", 2 * size(made) + 32 * 192 * 64, 3 * size(made), teachers=["few", "some"])
@@ -173,13 +241,14 @@ def test_an_image_of_another_size_is_freed_before_what_replaces_it_is_filled(mad
     tiers = TierManager(store, SHARD, "cpu", int(hbm_share * size(made)), 3 * size(made), teachers=["t1", "small"])
     with tiers.lease("small"):
         image = StorageWeakRef(tiers._movers.hbm.images["small"].data.untyped_storage())
-    fill, freed = tiers._movers.fill, []
+    allocate, freed = tiers._movers.allocate, []
 
     def noted(*args):
+        memory = allocate(*args)
         freed.append(image.expired())
-        return fill(*args)
+        return memory
 
-    monkeypatch.setattr(tiers._movers, "fill", noted)
+    monkeypatch.setattr(tiers._movers, "allocate", noted)
     with tiers.layers("t1") as layers:  # whole, or streamed
         assert len(list(layers)) == len(store.open("t1", SHARD).groups)
     tiers.close()
