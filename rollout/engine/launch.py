@@ -104,6 +104,11 @@ def command(
     return [sys.executable, "-m", launcher, *flags(options), *flags(spec.settings.extra_args)]
 
 
+NCCL_DECIDES = "-2"
+"""NCCL's own default. SGLang writes 0 where it finds nothing, and then a broadcast from a trainer, whose NCCL decides
+for itself, ends with "invalid argument": both sides of a connection must share memory in the same way."""
+
+
 def environment(config: EngineConfig, address: str = "127.0.0.1") -> dict[str, str]:
     """What SGLang itself reads from its environment.
 
@@ -114,7 +119,7 @@ def environment(config: EngineConfig, address: str = "127.0.0.1") -> dict[str, s
     if config.disaggregation is not None:
         common["SGLANG_HOST_IP"] = address  # where KV caches are sent to; else the first network card's
     if config.device == "cuda":
-        return common | expert_tiles.environment(config)
+        return common | {"NCCL_CUMEM_ENABLE": NCCL_DECIDES} | expert_tiles.environment(config)
     return common | {
         "SGLANG_USE_CPU_ENGINE": "1",
         "TORCHDYNAMO_DISABLE": "1",  # no Triton to compile for

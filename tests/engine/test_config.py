@@ -54,6 +54,7 @@ def test_cuda_command_gives_each_server_its_gpus():
     assert (flags["tp-size"], flags["base-gpu-id"], flags["mem-fraction-static"]) == ("2", "2", "0.8")
     assert "attention-backend" not in flags
     assert "OMP_NUM_THREADS" not in environment(config)
+    assert environment(config)["NCCL_CUMEM_ENABLE"] == "-2"  # as the trainer's; else a broadcast fails between GPUs
 
 
 def test_halves_of_a_pair_send_their_kv_cache_from_the_address_they_are_reached_at():
