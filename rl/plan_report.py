@@ -121,6 +121,7 @@ def verdict(config: PlanConfig, plan: Plan) -> Iterator[str]:
         yield "With all running that fit it wins at any locality."
     else:
         yield f"With all running that fit it wins from a locality of {worth.break_even:.2f} on: measure your model's."
+    yield "This is decoding alone: HiSparse keeps no prefixes, so with many turns compare it with engine=hicache."
 
 
 def _advice(asked: Comparison, since: int) -> str:
