@@ -3,10 +3,11 @@ CUDA a compiler fuses the plain formula. And what the halves of a layer (``rl.tr
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
-from jaxtyping import Float32
+from jaxtyping import Complex64, Float32, Int64
 from torch import Tensor
 
 
@@ -48,12 +49,21 @@ def unit_rows(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return x * inverse, inverse
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """``x · cos + sign · [−x₂, x₁] · sin`` for the halves x₁ and x₂ of a head, whose angles are the same: rotated by
-    them, or back for a ``sign`` of −1."""
-    half = x.size(-1) // 2
-    result = x * cos
-    sin = sin[..., :half]
-    result[..., :half].addcmul_(x[..., half:], sin, value=-sign)
-    result[..., half:].addcmul_(x[..., :half], sin, value=sign)
-    return result
+def turned(
+    x: Float32[Tensor, "*dims dim"], rotation: Complex64[Tensor, "*dims dim//2"], out: Tensor | None = None
+) -> Float32[Tensor, "*dims dim"]:
+    """Heads whose features are in the order of ``pairs``, each pair taken as a complex number and multiplied."""
+    numbers = torch.mul(_complex(x), rotation, out=None if out is None else _complex(out))
+    return torch.view_as_real(numbers).flatten(-2)
+
+
+def _complex(x: Float32[Tensor, "*dims dim"]) -> Complex64[Tensor, "*dims dim//2"]:
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+@functools.cache
+def pairs(dim: int) -> tuple[Int64[Tensor, " dim"], Int64[Tensor, " dim"]]:
+    """The order of a head's features that puts the two that rotate together side by side (0, dim/2, 1, dim/2 + 1, …),
+    and the way back. Queries and keys in any one order have the same products."""
+    order = torch.arange(dim).view(2, -1).T.flatten()
+    return order, order.argsort()

@@ -24,7 +24,7 @@ from jaxtyping import Float, Float32, Int32
 from torch import Tensor
 
 from rl.trainer import by_hand, platform
-from rl.trainer.by_hand_layer import AfterAttention, BeforeAttention
+from rl.trainer.by_hand_layer import Layer, Shape
 from rl.trainer.compiled import compiled, vary_rows
 from rl.trainer.flash import flash_attention
 from rl.trainer.layer_graph import LayerGraphs
@@ -79,21 +79,12 @@ def _after_attention(
     return x + F.linear(F.silu(gate) * up, weights.second)
 
 
-def _before_by_hand(
-    x: Tensor, weights: Weights, cos: Tensor, sin: Tensor, groups: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    parameters = (weights.norm, weights.qkv, weights.query_norm, weights.key_norm)
-    return BeforeAttention.apply(x, *parameters, cos, sin, groups, eps, _buffers(parameters))
-
-
-def _after_by_hand(x: Tensor, attended: Tensor, weights: Weights, eps: float) -> Tensor:
-    parameters = (weights.projection, weights.mlp_norm, weights.first, weights.second)
-    return AfterAttention.apply(x, attended, *parameters, eps, _buffers(parameters))
-
-
-def _buffers(parameters: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    """Megatron's, of the gradients; None for a parameter without."""
-    return tuple(parameter.main_grad if hasattr(parameter, "main_grad") else None for parameter in parameters)
+def _gradient_buffers(weights: Weights) -> Weights | None:
+    """Megatron's; None if a parameter has none."""
+    parameters = [weight for weight in weights if weight is not None]
+    if not all(hasattr(parameter, "main_grad") for parameter in parameters):
+        return None
+    return Weights(*(None if weight is None else weight.main_grad for weight in weights))
 
 
 def _whole_layers(
@@ -137,6 +128,8 @@ class DenseLayer(TransformerLayer):
             raise TypeError(f"DenseLayer with {type(self.self_attention).__name__} and {type(self.mlp).__name__}")
         self._groups: tuple[tuple[DenseLayer, ...], ...] = ((self,),)
         self._graphs: LayerGraphs | None = None
+        self.ends_model = False
+        """Whether what comes next reads only the output at ``Packing.read``."""
 
     def forward(
         self,
@@ -160,22 +153,38 @@ class DenseLayer(TransformerLayer):
             whole = True
             if not self._groups:  # a layer before it has computed it
                 return hidden_states, None
+        in_rows = spans is None and packed_seq_params.gathered_order is None
+        if in_rows and by_hand.applies_to(hidden_states):
+            weights = self.weights()
+            buffers = _gradient_buffers(weights)
+            if buffers is not None or not torch.is_grad_enabled():
+                return self._by_hand(hidden_states, weights, buffers, packed_seq_params, rotary_pos_emb), None
         cos, sin = cos_sin(packed_seq_params, rotary_pos_emb, hidden_states.dtype)
         if whole and spans is not None:
             run = self._graphs or self._run
             return run(hidden_states, cos, sin, spans.query_edges, spans.longest_query), None
         vary_rows(hidden_states, cos, sin)
-        shape = (config.num_query_groups, config.layernorm_epsilon)
-        weights = self.weights()
-        before, after = _fused_before_attention, _fused_after_attention
-        if by_hand.applies_to(hidden_states):
-            before, after = _before_by_hand, _after_by_hand
-        query, key, value = before(hidden_states, weights, cos, sin, *shape)
+        weights, eps = self.weights(), config.layernorm_epsilon
+        query, key, value = _fused_before_attention(hidden_states, weights, cos, sin, config.num_query_groups, eps)
         attended = attention.core_attention(
             query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), None, packed_seq_params=packed_seq_params
         )
         vary_rows(attended)
-        return after(hidden_states, attended, weights, config.layernorm_epsilon), None
+        return _fused_after_attention(hidden_states, attended, weights, eps), None
+
+    def _by_hand(
+        self, x: Tensor, weights: Weights, buffers: Weights | None, packing: Packing, angles: Tensor
+    ) -> Tensor:
+        config = self.config
+        if torch.is_grad_enabled() and not x.requires_grad:
+            x = x.detach().requires_grad_()  # or autograd would not come back here for the parameters' gradients
+        if packing.rotation is None:
+            half = angles[:, 0, 0, : angles.size(-1) // 2]
+            packing.rotation = torch.complex(half.cos(), half.sin())
+        packing.only_read = self.ends_model
+        read = packing.read if self.ends_model else None
+        shape = Shape(config.num_query_groups, config.layernorm_epsilon, self.self_attention.core_attention.scale)
+        return Layer.apply(x, packing.rotation, weights, buffers, shape, packing, read)
 
     def _run(
         self,

@@ -57,6 +57,8 @@ def token_logprobs(
     group = parallel_state.get_tensor_model_parallel_group()
     first = group.rank() * (model.vocab_size // group.size())
     gradient = model.output_gradient() if torch.is_grad_enabled() else None
+    if gradient is not None:
+        weight = weight.detach()
     both = TokenLogprobs.apply(hidden, weight, layout.targets, 1.0 / layout.temperature, first, chunk, group, gradient)
     logprobs, entropy = (to_tokens(x, layout) for x in both)
     return logprobs, entropy
@@ -71,17 +73,17 @@ def scored_hidden(
     if model.config.sequence_parallel:
         # Its backward pass sums over the ranks, as that of the other branch does.
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-    hidden = hidden.index_select(0, layout.scored)
-    return hidden if model.config.sequence_parallel else copy_to_tensor_model_parallel_region(hidden)
+    hidden = layout.read(hidden)
+    alone = model.config.tensor_model_parallel_size == 1
+    return hidden if alone or model.config.sequence_parallel else copy_to_tensor_model_parallel_region(hidden)
 
 
 def to_tokens(x: Shaped[Tensor, "local_scored ..."], layout: Layout) -> Shaped[Tensor, "tokens ..."]:
     """What this rank's scored positions say of the next token, moved to the tokens that it is about, of all
     context-parallel ranks; 0 for the other tokens."""
     rest = x.shape[1:]
-    x = x.new_zeros(layout.local, *rest).index_copy(0, layout.scored, x)
-    if layout.packing.gathered_order is not None:
+    if layout.packing.gathered_order is not None:  # a rank alone has them in the order of the tokens already
+        x = x.new_zeros(layout.local, *rest).index_copy(0, layout.scored, x)
         x = _GatherContext.apply(x, parallel_state.get_context_parallel_group())
-        x = x.index_select(0, layout.packing.gathered_order)
-    tokens = x.new_zeros(layout.tokens, *rest)
-    return tokens.index_copy(0, layout.predicted, x.index_select(0, layout.predictors))
+        x = x.index_select(0, layout.packing.gathered_order).index_select(0, layout.predictors)
+    return x.new_zeros(layout.tokens, *rest).index_copy(0, layout.predicted, x)

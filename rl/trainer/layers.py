@@ -88,9 +88,7 @@ class PackedAttention(MegatronModule):
             )
             for bucket in packing.buckets
         ]
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        if packing.order is not None:
-            output = output.index_select(0, packing.order)
+        output = packing.in_order(outputs)
         return output.reshape(output.size(0), 1, -1)
 
     def _flash(

@@ -166,7 +166,10 @@ class Trunk(GPTModel):
         self.stage = parallel_state.get_pipeline_model_parallel_rank() + chunk * config.parallel.pipeline
         """Of ``ParallelConfig.stages``."""
         self.rotary_pos_emb = PackedRotaryEmbedding(inverse_frequencies(hf))
-        group_layers(self.decoder.layers, config.layers_per_graph, config.cuda_graphs, config.layer_kernels == "triton")
+        layers = self.decoder.layers
+        if self.post_process and len(layers) and isinstance(layers[-1], DenseLayer):
+            layers[-1].ends_model = True
+        group_layers(layers, config.layers_per_graph, config.cuda_graphs, config.layer_kernels == "triton")
 
     def release_graphs(self) -> None:
         """Forget CUDA graphs, before the weights or their gradients move to other addresses."""

@@ -85,6 +85,7 @@ class Optimizer:
         """
         self.clip_grad = options.clip_grad
         self.modules = list(modules)
+        self._parameters = [parameter for module in self.modules for parameter in module.parameters()]
         self.inner = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -126,8 +127,8 @@ class Optimizer:
         """Forget the gradients of the model."""
         for module in self.modules:
             module.zero_grad_buffer()
-            for parameter in module.parameters():
-                parameter.grad = None  # what a pass left that did not come to its end
+        for parameter in self._parameters:
+            parameter.grad = None  # what a pass left that did not come to its end
 
     def step(self, lr: float) -> float:
         """``start``, and what ``check`` says of it."""

@@ -10,13 +10,13 @@ holds chunks ``r`` and ``2 · context − 1 − r``, which gives every rank the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float32, Int, Shaped
+from jaxtyping import Bool, Complex64, Float32, Int, Shaped
 from torch import Tensor
 
 from rl.trainer import platform
@@ -94,6 +94,17 @@ class Packing(PackedSeqParams):
     """In place of the buckets where FlashAttention runs."""
     cos_sin: tuple[Tensor, Tensor] | None = None
     """Of the rotary angles, filled in by the first layer."""
+    rotation: Complex64[Tensor, "local dim//2"] | None = None
+    """The same as complex numbers, where layers rotate by multiplying those."""
+    read: Int[Tensor, " local_scored"] | None = None
+    """The layout's ``scored``: positions whose last hidden state is read."""
+    only_read: bool = False
+    """Whether the last layer has left no other ones; it says so."""
+
+    def in_order(self, outputs: Sequence[Shaped[Tensor, "bucket_tokens ..."]]) -> Shaped[Tensor, "local ..."]:
+        """Of all tokens, from the outputs of the buckets."""
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(list(outputs))
+        return joined if self.order is None else joined.index_select(0, self.order)
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,10 @@ class Layout:
     """Unpadded."""
     local: int
     """Tokens of this context-parallel rank, padding included."""
+
+    def read(self, hidden: Shaped[Tensor, "positions hidden"]) -> Shaped[Tensor, "local_scored hidden"]:
+        """The rows of the last hidden state at ``scored``."""
+        return hidden if self.packing.only_read else hidden.index_select(0, self.scored)
 
 
 def padded_tokens(tokens: int, context: int, multiple: int) -> int:
@@ -181,10 +196,11 @@ def build_layout(
     packing.real = placed(np.ones(len(ids), dtype=bool), False)
     if routed_experts is not None:
         packing.routed_experts = placed(routed_experts.numpy(), -1)
+    packing.read = before if mine is None else torch.from_numpy(local_scored)  # one tensor is sent once
     return Layout(
         packing=packing,
         token_ids=placed(ids.astype(np.int64), 0).unsqueeze(0),
-        scored=before if mine is None else torch.from_numpy(local_scored),  # one tensor is sent to the device once
+        scored=packing.read,
         targets=torch.from_numpy(targets),
         temperature=torch.from_numpy(temperatures[local_scored]),
         predicted=torch.from_numpy(predicted),

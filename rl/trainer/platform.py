@@ -8,6 +8,7 @@ With CUDA it changes nothing.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import functools
 import os
@@ -24,6 +25,10 @@ from rl.trainer.config import ParallelConfig
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "as_tensor")
 _installed = False
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's ``mallopt(3)``."""
+_KEPT_BYTES, _LARGEST_KEPT_BYTES = 1 << 28, 1 << 25
+"""At the heap's end, and of one allocation; the second is the most that glibc takes."""
 
 
 class _NoStream:
@@ -155,6 +160,16 @@ def _replace_all_to_all() -> None:
     dist.all_to_all_single = all_to_all_single
 
 
+def keep_freed_memory() -> None:
+    """On the CPU, let the C library keep what a step has freed for the next one. By default it gives its heap's end
+    back to the system at every chance, and each page that it takes again is a fault: hundreds a step. (CUDA's allocator
+    keeps what was freed anyway.) Without effect where the library isn't glibc."""
+    if torch.cuda.is_available() or not hasattr(ctypes.CDLL(None), "mallopt"):
+        return
+    for option, bytes_ in ((_M_TRIM_THRESHOLD, _KEPT_BYTES), (_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)):
+        ctypes.CDLL(None).mallopt(option, bytes_)
+
+
 def init_distributed(
     parallel: ParallelConfig, rank: int, world_size: int, address: str, port: int, timeout_s: float, seed: int
 ) -> None:
@@ -166,6 +181,7 @@ def init_distributed(
     """
     if dist.is_initialized():
         raise RuntimeError("this process is a rank of a process group already; use one process for each rank")
+    keep_freed_memory()
     timeout = datetime.timedelta(seconds=timeout_s)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())

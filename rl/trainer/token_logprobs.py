@@ -59,16 +59,25 @@ class TokenLogprobs(torch.autograd.Function):
         logprobs, entropy = torch.empty_like(normalizer), torch.empty_like(normalizer)
         parts = [slice(begin, begin + chunk) for begin in range(0, len(hidden), chunk)]
         kept = kept_chunks(weight.dtype) if any(ctx.needs_input_grad[:2]) else 0
+        whole = not hidden.is_cuda and (group is None or group.size() == 1)
         ctx.slopes = {}
         for index, part in enumerate(parts):
             logits = _product(hidden[part], weight.T)
+            keep = index >= len(parts) - kept
+            if whole:
+                normalizer[part], logprobs[part], entropy[part], slopes = _whole_rows(
+                    logits, local[part], inverse_temperature[part], weight.dtype
+                )
+                if keep:
+                    ctx.slopes[index] = slopes
+                continue
             statistics = _statistics(logits, local[part], inverse_temperature[part])
             largest, total, weighted, chosen = _combined(statistics, owned[part], group)
             log_total = total.log()
             normalizer[part] = largest + log_total
             logprobs[part] = chosen - largest - log_total
             entropy[part] = log_total - weighted / total
-            if index >= len(parts) - kept:
+            if keep:
                 ctx.slopes[index] = _slopes(
                     logits,
                     weight.dtype,
@@ -103,7 +112,7 @@ class TokenLogprobs(torch.autograd.Function):
                     local[part],
                     owned[part],
                 )
-            grad_hidden[part] = _product(slopes, weight) * scale[part]
+            torch.mul(_product(slopes, weight), scale[part], out=grad_hidden[part])
             # Summed over chunks in fp32, because bf16 would lose the small terms.
             if grad_weight is None:
                 grad_weight = _product(slopes.T, scaled_hidden[part])
@@ -120,6 +129,25 @@ class TokenLogprobs(torch.autograd.Function):
 def kept_chunks(dtype: torch.dtype) -> int:
     """How many chunks' slopes take no more memory than one chunk's fp32 logits and slopes."""
     return (4 + dtype.itemsize) // dtype.itemsize
+
+
+def _whole_rows(
+    logits: Float32[Tensor, "chunk vocab"],
+    targets: Int[Tensor, " chunk"],
+    inverse_temperature: Float32[Tensor, " chunk"],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Float[Tensor, "chunk vocab"]]:
+    """Normalizer, log-prob and entropy of each row, and D, where one rank on the CPU has the whole vocabulary: the
+    probabilities are computed once for the entropy and for D."""
+    column = targets[:, None]
+    z = logits.mul_(inverse_temperature[:, None])
+    chosen = z.gather(1, column)
+    all_logprobs = z.log_softmax(1)
+    logprobs = all_logprobs.gather(1, column)
+    slopes = all_logprobs.exp()
+    entropy = torch.linalg.vecdot(slopes, all_logprobs).neg_()
+    slopes = slopes.to(dtype).scatter_(1, column, torch.expm1(logprobs).to(dtype))
+    return (chosen - logprobs).squeeze(1), logprobs.squeeze(1), entropy, slopes
 
 
 def _statistics(

@@ -41,7 +41,7 @@ def token_topk(
         raise ValueError(f"top-k of {k} tokens from a vocabulary of {model.tokens}")
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden)
-    hidden = hidden.squeeze(1).index_select(0, layout.scored)
+    hidden = layout.read(hidden.squeeze(1))
     weight, inverse_temperature = model.output_weight(), 1.0 / layout.temperature
     logprobs = hidden.new_empty(len(hidden), k, dtype=torch.float32)
     ids = torch.empty_like(logprobs, dtype=torch.int32)

@@ -57,6 +57,6 @@ def token_values(
     if model.config.sequence_parallel:
         # Every rank computes the same values, so that each one's gradient is a slice and not a sum.
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-    hidden = hidden.squeeze(1).index_select(0, layout.scored)
+    hidden = layout.read(hidden.squeeze(1))
     values = torch.nn.functional.linear(hidden.float(), model.value_head.weight.float())
     return to_tokens(values.squeeze(1), layout)

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from rl.trainer import packing
 from rl.trainer.by_hand import Norm
-from rl.trainer.by_hand_layer import AfterAttention, BeforeAttention
+from rl.trainer.by_hand_layer import Layer, Shape
 from rl.trainer.dense_layer import _after_attention, _before_attention
 from rl.trainer.layer_passes import Weights
+from rl.trainer.packing import build_layout
 
 
 def test_norm():
@@ -18,7 +21,10 @@ def test_norm():
     assert torch.autograd.gradcheck(lambda a, b: Norm.apply(a, b, 1e-3), (x, weight))
 
 
-def layer(hidden=8, heads=4, groups=2, dim=4, ffn=6, tokens=5, normed=True):
+TOKENS, HEADS, GROUPS, DIM = 9, 4, 2, 4
+
+
+def layer(hidden=8, ffn=6, normed=True):
     torch.manual_seed(0)
 
     def drawn(*shape):
@@ -26,56 +32,57 @@ def layer(hidden=8, heads=4, groups=2, dim=4, ffn=6, tokens=5, normed=True):
 
     weights = Weights(
         norm=drawn(hidden),
-        qkv=drawn((heads + 2 * groups) * dim, hidden),
-        query_norm=drawn(dim) if normed else None,
-        key_norm=drawn(dim) if normed else None,
-        projection=drawn(hidden, heads * dim),
+        qkv=drawn((HEADS + 2 * GROUPS) * DIM, hidden),
+        query_norm=drawn(DIM) if normed else None,
+        key_norm=drawn(DIM) if normed else None,
+        projection=drawn(hidden, HEADS * DIM),
         mlp_norm=drawn(hidden),
         first=drawn(2 * ffn, hidden),
         second=drawn(hidden, ffn),
     )
-    angles = torch.randn(tokens, dim // 2, dtype=torch.double).repeat(1, 2)
-    return drawn(tokens, 1, hidden), weights, drawn(tokens, 1, heads * dim), angles.cos(), angles.sin(), groups
+    return drawn(TOKENS, 1, hidden), weights, torch.randn(TOKENS, DIM // 2, dtype=torch.double)
+
+
+def by_formula(x, weights, angles, lengths):
+    cos, sin = angles.repeat(1, 2).cos(), angles.repeat(1, 2).sin()
+    heads = _before_attention(x, weights, cos, sin, GROUPS, 1e-3)
+    attended = [
+        F.scaled_dot_product_attention(*(h.transpose(0, 1) for h in of_sample), is_causal=True, enable_gqa=True)
+        for of_sample in zip(*(h.split(lengths) for h in heads), strict=True)
+    ]
+    joined = torch.cat([a.transpose(0, 1) for a in attended]).reshape(TOKENS, 1, -1)
+    return _after_attention(x, joined, weights, 1e-3)
 
 
 def near(found, expected):
     """The formulas take norms in fp32."""
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-def compare(found, expected, inputs, buffers=()):
-    """Outputs and gradients; those of parameters with a buffer are there, beside the ones that it had."""
-    upstream = [torch.randn_like(x) for x in expected]
-    wanted = torch.autograd.grad(expected, inputs, upstream)
-    have = torch.autograd.grad(found, inputs, upstream, allow_unused=True)
-    kept = {id(parameter): buffer for parameter, buffer in buffers}
-    for x, a, b in zip(inputs, have, wanted, strict=True):
-        near(kept[id(x)] - 1 if id(x) in kept else a, b)
-        assert (a is None) == (id(x) in kept)
-    for a, b in zip(found, expected, strict=True):
-        near(a, b)
+    assert (found - expected).abs().sum() <= 1e-5 * expected.abs().sum()
 
 
 @pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("buffered", [True, False])
-def test_the_halves_of_a_layer(normed, buffered):
-    x, weights, attended, cos, sin, groups = layer(normed=normed)
-    parameters = [weight for weight in weights if weight is not None]
-    buffers = [(p, torch.ones_like(p)) for p in parameters] if buffered else []
-    of = {id(p): buffer for p, buffer in buffers}
+@pytest.mark.parametrize("lengths", [(9,), (3, 3, 3), (5, 1, 3)])
+@pytest.mark.parametrize("scored", [None, (1, 2, 4, 8), ()])
+def test_a_layer(normed, lengths, scored, monkeypatch):
+    monkeypatch.setattr(packing, "SHORT_ROW", 1)  # samples of other lengths are attended to in other calls
+    x, weights, angles = layer(normed=normed)
+    edges = torch.tensor([0, *lengths]).cumsum(0)
+    packed = build_layout(torch.zeros(TOKENS, dtype=torch.int32), edges, torch.ones(len(lengths))).packing
+    assert len(packed.buckets) == len(set(lengths))
+    read = None if scored is None else torch.tensor(scored, dtype=torch.long)
+    kept = x.detach().clone(), *(None if weight is None else weight.detach().clone() for weight in weights)
+    buffers = Weights(*(None if weight is None else torch.ones_like(weight) for weight in weights))
 
-    def apply(function, first, names, *rest):
-        used = [getattr(weights, name) for name in names]
-        return function.apply(*first, *used, *rest, tuple(of.get(id(p)) for p in used)), used
+    rotation = torch.complex(angles.cos(), angles.sin())
+    found = Layer.apply(x, rotation, weights, buffers, Shape(GROUPS, 1e-3, None), packed, read)
+    expected = by_formula(x, weights, angles, list(lengths))
+    expected = expected if read is None else expected[read]
+    near(found, expected)
 
-    names = ("norm", "qkv", "query_norm", "key_norm")
-    found, used = apply(BeforeAttention, (x,), names, cos, sin, groups, 1e-3)
-    # With double precision the layer's own functions are those of autograd.
-    expected = _before_attention(x, weights, cos, sin, groups, 1e-3)
-    inputs = [x, *(p for p in used if p is not None)]
-    compare(found, expected, inputs, [b for b in buffers if any(b[0] is p for p in used)])
-
-    names = ("projection", "mlp_norm", "first", "second")
-    found, used = apply(AfterAttention, (x, attended), names, 1e-3)
-    expected = _after_attention(x, attended, weights, 1e-3)
-    compare([found], [expected], [x, attended, *used], [b for b in buffers if any(b[0] is p for p in used)])
+    upstream = torch.randn_like(expected)
+    present = [(weight, buffer) for weight, buffer in zip(weights, buffers, strict=True) if weight is not None]
+    wanted = torch.autograd.grad(expected, [x, *(weight for weight, _ in present)], upstream)
+    near(torch.autograd.grad(found, x, upstream)[0], wanted[0])
+    for (_, buffer), gradient in zip(present, wanted[1:], strict=True):
+        near(buffer - 1, gradient)  # added to what was there
+    for before, after in zip(kept, (x, *weights), strict=True):
+        assert before is None or torch.equal(before, after)
