@@ -37,7 +37,7 @@ LOADING = 8.5
 """(a) of a batch: eight reads, and copies."""
 COMPARED, PINNED = 12.6, 4
 """Once: every teacher's bits; the four that (a) keeps."""
-SCORED = 3.5 * LOOKS
+SCORED = 3.5 * LOOKS["cuda"]
 """All ratios together, in loadings of (a): what the scoring of one teacher takes alone."""
 EXPOSED, SAMPLED = 7.8, 3.4
 """A round: what the shortest batch waits; a part of (a)'s loads and one of (b)'s."""

@@ -1,6 +1,6 @@
 """What the rounds at one ratio of scoring to loading say, as far as it can be told. Pure.
 
-    S     how long the scoring of a batch takes alone: the median of a few looks, ``spread`` between them
+    S     how long the scoring of a batch takes alone: the median of a few looks, with a ``spread``
     wait  a batch's wall time less S: the median over the rounds; below zero when S alone was a slower look
 
 A wait is told from none down to ``resolution``: the largest of ``LEAST_SHARE`` of S, the spread of S, and how far below
