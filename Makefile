@@ -4,11 +4,15 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+# The tests run in parts, JOBS at once, the longest first: tests wait for servers and processes half of their time. Each
+# part is one pytest, whose tests share what they start.
+PARTS := unit-runs unit-faults unit-engine unit-trainer unit-rest
+JOBS ?= 3
 STAMP := $(VENV)/.installed
 PACKAGES := rl rollout algorithms teachers tasks
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-pd test-slow lint types layering unit format hooks clean
+.PHONY: help install demo test test-pd test-slow lint types layering unit $(PARTS) format hooks clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -17,7 +21,7 @@ install: $(STAMP)  ## make .venv with the locked packages
 
 $(STAMP): requirements.lock pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-deps $(PIP_ARGS) -r requirements.lock
+	$(BIN)/pip install --quiet --no-deps --no-compile $(PIP_ARGS) -r requirements.lock
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
@@ -37,7 +41,15 @@ layering: install  ## which package may import which
 	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
 
 unit: install  ## pytest without the slow tests
-	$(BIN)/python -m pytest -m "not slow" --durations=10
+	$(MAKE) --no-print-directory --jobs=$(JOBS) --output-sync=target --keep-going $(PARTS)
+
+unit-runs: TESTS := tests/e2e --ignore=tests/e2e/test_faults.py
+unit-faults: TESTS := tests/e2e/test_faults.py
+unit-engine: TESTS := tests/engine
+unit-trainer: TESTS := tests/trainer
+unit-rest: TESTS := tests --ignore=tests/e2e --ignore=tests/engine --ignore=tests/trainer
+$(PARTS):
+	$(BIN)/python -m pytest -m "not slow" --durations=10 $(TESTS)
 
 test-pd: install  ## prefill and decode servers apart (wants libibverbs1 of the system)
 	$(BIN)/pip install --quiet --no-deps $(PIP_ARGS) mooncake-transfer-engine-non-cuda==0.3.13.post1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import subprocess
@@ -13,6 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rl.config import FreshModel
+from rl.fresh_model import create_model
+
 ROOT = Path(__file__).parents[2]
 SMALL = (
     "task=[calculator,sorting]",
@@ -20,11 +24,12 @@ SMALL = (
     "sft.conversations_per_step=32",
     "steps=4",
     "rollout.groups_per_step=4",
-    "algorithm.group_size=4",
     "evaluation.prompts=8",
     "checkpoint.every=1",
 )
-RUN_TIMEOUT_S = 280
+SMALL_GROUPS = ("algorithm.group_size=4",)
+"""Of the stages that have groups."""
+RUN_TIMEOUT_S = 500
 
 
 @dataclass
@@ -54,11 +59,11 @@ class Run:
             time.sleep(0.3)
         return self.process.returncode
 
-    def wait_for_step(self, step: int) -> None:
-        """Until this process has logged an RL step, not one that it resumed after."""
+    def wait_for_step(self, step: int, phase: str = "rl") -> None:
+        """Until this process has logged a step, not one that it resumed after."""
         deadline = time.monotonic() + RUN_TIMEOUT_S
         begun = self.process.create_time()
-        while not any(row["phase"] == "rl" and row["step"] >= step and row["time"] > begun for row in self.rows()):
+        while not any(row["phase"] == phase and row["step"] >= step and row["time"] > begun for row in self.rows()):
             self.look()
             assert self.process.poll() is None, self.text()[-3000:]
             assert time.monotonic() < deadline, self.text()[-3000:]
@@ -109,10 +114,10 @@ class Run:
 
 
 def start(folder: Path, *overrides: str, stage: str = "agent_rl") -> Run:
-    log = folder.with_suffix(".log")
+    log, small = folder.with_suffix(".log"), SMALL if stage == "sft" else (*SMALL, *SMALL_GROUPS)
     with log.open("ab") as output:
         process = psutil.Popen(
-            [sys.executable, "train.py", f"+stage={stage}", *SMALL, f"run_dir={folder}", *overrides],
+            [sys.executable, "train.py", f"+stage={stage}", *small, f"run_dir={folder}", *overrides],
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -129,18 +134,37 @@ def finished(tmp_path_factory) -> Run:
     return run
 
 
+@pytest.fixture(scope="session")
+def untrained(tmp_path_factory) -> Path:
+    """The demo's model as it begins, for runs whose rewards do not matter."""
+    directory = tmp_path_factory.mktemp("untrained") / "model"
+    create_model(directory, FreshModel(), seed=0)
+    return directory
+
+
 @pytest.fixture
-def launch(tmp_path, finished):
-    """Start runs from the finished one's SFT weights; none outlives the test."""
+def starter(tmp_path):
+    """Starts runs from a model's directory; none outlives the test."""
     runs = []
 
-    def launcher(name: str, *overrides: str) -> Run:
-        runs.append(start(tmp_path / name, f"model.checkpoint={finished.folder / 'sft_model'}", *overrides))
+    def launcher(checkpoint: Path, name: str, *overrides: str, stage: str = "agent_rl") -> Run:
+        runs.append(start(tmp_path / name, f"model.checkpoint={checkpoint}", *overrides, stage=stage))
         return runs[-1]
 
     yield launcher
     for run in runs:
         run.stop()
+
+
+@pytest.fixture
+def launch(starter, finished):
+    """Starts runs from the finished one's SFT weights."""
+    return functools.partial(starter, finished.folder / "sft_model")
+
+
+@pytest.fixture
+def launch_untrained(starter, untrained):
+    return functools.partial(starter, untrained)
 
 
 __all__ = ["Run", "signal", "start"]

@@ -16,7 +16,7 @@ from rl.trainer.manifest import read_manifest
 from rollout.trajectory_file import load_trajectories
 from tests.e2e.wandb_file import records
 
-pytestmark = pytest.mark.timeout(600)  # several whole runs, on machines of two cores
+pytestmark = pytest.mark.timeout(1500)  # several whole runs, beside others, on machines of two cores
 
 PHASES = ("generate", "wait", "train", "publish", "checkpoint", "evaluate", "other")
 

@@ -15,7 +15,7 @@ from rollout.trajectory_file import load_trajectories
 from teachers.store import TeacherStore
 from tests.e2e.conftest import start
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1500)
 
 STEPS = 4
 

@@ -1,10 +1,4 @@
-"""One of two ranks that go through layouts of several families in one process.
-
-python -m tests.trainer.family_ranks RANK PORTS MODELS_DIR OUTPUT_DIR
-"""
-
-import sys
-from pathlib import Path
+"""What each of two ranks does, one layout of a family after another (``launched.run_ranks``)."""
 
 import torch
 
@@ -39,17 +33,17 @@ def train_indexer(worker, model_dir, trajectories):
     return results, {key: tensor.clone() for key, tensor in worker.export_weights() if ".indexer." in key}
 
 
-def main(rank, ports, models, output):
+def main(rank, world, ports, models, output):
     trajectories, saved = make_trajectories(temperature=0.7), set()
     for (name, (model, parallel)), port in zip(CASES.items(), ports, strict=True):
         config = TrainerConfig(
             parallel=parallel,
-            world_size=2,
+            world_size=world,
             optimizer=OptimizerConfig(lr=1e-3),
             max_tokens_per_micro_batch=100,
             timeout_s=60,
         )
-        worker = TrainerWorker(config, rank, 2, "127.0.0.1", port)
+        worker = TrainerWorker(config, rank, world, "127.0.0.1", port)
         worker.load_model(models / model)
         exported = {key: tensor.clone() for key, tensor in worker.export_weights()}
         logprobs = worker.logprobs(trajectories)
@@ -72,7 +66,3 @@ def main(rank, ports, models, output):
                 output / f"{name}.pt",
             )
         worker.close()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), [int(port) for port in sys.argv[2].split(",")], Path(sys.argv[3]), Path(sys.argv[4]))

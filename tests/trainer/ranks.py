@@ -1,15 +1,11 @@
-"""One of several ranks that go through layouts in one process, because importing Megatron takes seconds.
-
-python -m tests.trainer.ranks RANK WORLD PORTS MODEL_DIR OUTPUT_DIR
+"""What each of several ranks does, one layout after another (``launched.run_ranks``).
 
 The ranks of a world of two end by killing themselves in the middle of a save.
 """
 
 import os
 import signal
-import sys
 import time
-from pathlib import Path
 
 import torch
 
@@ -95,8 +91,3 @@ def main(rank, world, ports, model_dir, output):
         worker.close()
     if world == 2:
         die_while_saving(make_worker(rank, world, ports[-1], ParallelConfig(tensor=2)), model_dir, output)
-
-
-if __name__ == "__main__":
-    ports = [int(port) for port in sys.argv[3].split(",")]
-    main(int(sys.argv[1]), int(sys.argv[2]), ports, Path(sys.argv[4]), Path(sys.argv[5]))

@@ -1,12 +1,7 @@
-"""One of two ranks that go through layouts with teachers, in one process.
+"""What each of two ranks does, one layout with teachers after another (``launched.run_ranks``)."""
 
-python -m tests.trainer.teacher_ranks RANK PORTS MODELS_DIR OUTPUT_DIR
-"""
-
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -144,17 +139,17 @@ def flip(path, at):
         file.write(bytes([byte[0] ^ 1]))
 
 
-def main(rank, ports, models, output):
+def main(rank, world, ports, models, output):
     cases = {**LAYOUTS, EXPERTS: ParallelConfig(expert=2), **DAMAGED}
     for (name, parallel), port in zip(cases.items(), ports, strict=True):
         config = TrainerConfig(
             parallel=parallel,
-            world_size=2,
+            world_size=world,
             optimizer=OptimizerConfig(lr=1e-3),
             max_tokens_per_micro_batch=100,
             timeout_s=60,
         )
-        worker = TrainerWorker(config, rank, 2, "127.0.0.1", port)
+        worker = TrainerWorker(config, rank, world, "127.0.0.1", port)
         if name == EXPERTS:
             found = import_experts(worker, models, output / "store")
         elif name in DAMAGED:
@@ -166,7 +161,3 @@ def main(rank, ports, models, output):
         if rank == 0:
             torch.save(found, output / f"{name}.pt")
         worker.close()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), [int(port) for port in sys.argv[2].split(",")], Path(sys.argv[3]), Path(sys.argv[4]))

@@ -1,43 +1,13 @@
 """Loss, gradient, log-probs and what comes after a resume do not depend on the layout."""
 
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
 
-from rollout.processes import free_port
 from tests.trainer.common import Ratio, assert_close, capture_update, make_trajectories
-from tests.trainer.ranks import LAYOUTS, SCHEDULE, STEPS
-
-
-def run_ranks(world, model_dir, output, ends_with):
-    """What rank 0 found in each layout; the processes must all end with this code."""
-    ports = ",".join(str(free_port()) for _ in range(len(LAYOUTS[world]) + 1))
-    command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.ranks"]
-    logs = [(output / f"{rank}.log").open("w") for rank in range(world)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), ports, str(model_dir), str(output)], stdout=log, stderr=subprocess.STDOUT
-        )
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        deadline = time.monotonic() + 150
-        while (codes := [process.poll() for process in processes]) != [ends_with] * world:
-            assert time.monotonic() < deadline, "the ranks take too long"
-            if any(code not in (None, ends_with) for code in codes):  # the others wait in vain
-                break
-            time.sleep(0.2)
-    finally:
-        for process, opened in zip(processes, logs, strict=True):
-            process.kill()
-            opened.close()
-    texts = [(output / f"{rank}.log").read_text()[-2000:] for rank in range(world)]
-    assert codes == [ends_with] * world, "".join(texts)
-    return {name: torch.load(output / f"{name}.pt", weights_only=False) for name in LAYOUTS[world]}
+from tests.trainer.launched import run_ranks
+from tests.trainer.ranks import LAYOUTS, SCHEDULE, STEPS, main
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +17,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(model_dir, folder):
-    return run_ranks(2, model_dir, folder, ends_with=-signal.SIGKILL)
+    """They kill themselves in a save, which has a port too."""
+    return run_ranks(main, LAYOUTS[2], model_dir, folder, timeout_s=240, extra_ports=1, ends_with=-signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
 def four(model_dir, tmp_path_factory):
-    return run_ranks(4, model_dir, tmp_path_factory.mktemp("four"), ends_with=0)
+    return run_ranks(main, LAYOUTS[4], model_dir, tmp_path_factory.mktemp("four"), timeout_s=240, world=4)
 
 
 @pytest.fixture

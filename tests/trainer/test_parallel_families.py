@@ -9,7 +9,7 @@ from rl.trainer.config import ParallelConfig, TrainerConfig
 from rl.trainer.families.base import UnsupportedModelError
 from rl.trainer.model import read_hf_config, transformer_config
 from tests.trainer.common import Ratio, assert_close, capture_update, make_trajectories, with_routed_experts
-from tests.trainer.family_ranks import CASES, LAYERS, TOP_K, train_indexer
+from tests.trainer.family_ranks import CASES, LAYERS, TOP_K, main, train_indexer
 from tests.trainer.launched import run_ranks
 from tests.trainer.models import save_model
 
@@ -26,7 +26,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(models, tmp_path_factory):
-    return run_ranks("tests.trainer.family_ranks", CASES, models, tmp_path_factory.mktemp("ranks"), timeout_s=240)
+    return run_ranks(main, CASES, models, tmp_path_factory.mktemp("ranks"), timeout_s=240)
 
 
 @pytest.mark.parametrize("model", USED)

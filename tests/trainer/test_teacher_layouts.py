@@ -2,11 +2,12 @@
 what ``atelier teachers add`` puts there is what the ranks of a run would."""
 
 import shutil
-import subprocess
 import sys
+from functools import partial
 
 import pytest
 
+from rl import cli
 from rl.fresh_model import FreshModel, create_model
 from rl.teachers.fidelity import LogprobError
 from rl.teachers.sources import resolve
@@ -14,9 +15,9 @@ from rl.teachers.teaching import TeacherSetup
 from teachers.errors import CorruptTeacherError
 from teachers.store import TeacherStore
 from tests.trainer.common import assert_close
-from tests.trainer.launched import run_ranks
+from tests.trainer.launched import run_ranks, start
 from tests.trainer.models import save_model
-from tests.trainer.teacher_ranks import CASES, DAMAGED, LAYOUTS, MODES, TEACHERS, go_through
+from tests.trainer.teacher_ranks import CASES, DAMAGED, LAYOUTS, MODES, TEACHERS, go_through, main
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def output(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(models, output):
-    return run_ranks("tests.trainer.teacher_ranks", CASES, models, output, timeout_s=270)
+    return run_ranks(main, CASES, models, output, timeout_s=270)
 
 
 def test_layouts_learn_the_same_from_their_teachers(ranks, models, session_worker, tmp_path):
@@ -104,25 +105,29 @@ def contents(store, name, shards):
     return found
 
 
-def teachers_add(*arguments):
-    command = [sys.executable, "-W", "ignore", "-m", "rl.cli", "teachers", "add", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def teachers_add(log, *arguments):
+    """What the command says; it runs in a fork, which needs not import PyTorch and Megatron."""
+    command = start(log, call_command, ["teachers", "add", *map(str, arguments)])
+    command.join(240)
+    said = log.read_text()
+    assert command.exitcode == 0, said[-3000:]
+    return said
+
+
+def call_command(arguments):
+    sys.exit(cli.main(arguments))
 
 
 def test_the_command_imports_what_the_ranks_of_a_run_do(ranks, models, output, tmp_path, session_worker):
-    theirs = TeacherStore(output / "store")
+    add, theirs = partial(teachers_add, output / "add.log"), TeacherStore(output / "store")
     for layout in (["tensor=2"], ["pipeline=2"], []):
-        teachers_add("ann", models / "ann", "--store", tmp_path, "--layout", "dtype=float32", *layout)
+        add("ann", models / "ann", "--store", tmp_path, "--layout", "dtype=float32", *layout)
     mine = TeacherStore(tmp_path)
     assert mine.shards("ann") == theirs.shards("ann")
     assert contents(mine, "ann", mine.shards("ann")) == contents(theirs, "ann", theirs.shards("ann"))
-    assert "there already" in teachers_add("ann", models / "ann", "--store", tmp_path)
+    assert "there already" in add("ann", models / "ann", "--store", tmp_path)
     # A teacher with experts too, of which each rank has half.
-    assert "written" in teachers_add(
-        "moe", models / "moe", "--store", tmp_path, "--layout", "dtype=float32", "expert=2"
-    )
+    assert "written" in add("moe", models / "moe", "--store", tmp_path, "--layout", "dtype=float32", "expert=2")
     shards = theirs.shards("moe")
     assert [part.split(".")[2] for part in shards] == ["ep0of2", "ep1of2"]
     assert mine.shards("moe") == shards
@@ -137,7 +142,7 @@ def test_the_command_imports_what_the_ranks_of_a_run_do(ranks, models, output, t
     checkpoint = tmp_path / "step_000001"
     session_worker.save_checkpoint(checkpoint, {"initial_model": str(models / "student")})
     for layout in (["tensor=2"], ["dtype=float32"]):
-        assert "written" in teachers_add("earlier", checkpoint, "--store", tmp_path, "--layout", *layout)
+        assert "written" in add("earlier", checkpoint, "--store", tmp_path, "--layout", *layout)
     assert len(mine.shards("earlier")) == 3
     sources = [resolve("ann", models / "ann"), resolve("earlier", checkpoint)]
     session_worker.load_teachers(TeacherSetup(sources, str(tmp_path), 2**24, 2**24))
