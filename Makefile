@@ -19,6 +19,7 @@ help:  ## show this list
 
 install: $(STAMP)  ## make .venv with the locked packages
 
+# pip would compile every module of all packages; Python does that when it imports one.
 $(STAMP): requirements.lock pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-deps --no-compile $(PIP_ARGS) -r requirements.lock
