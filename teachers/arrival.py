@@ -19,7 +19,8 @@ class Arrival:
         self._changed = changed
         self._spans: list[tuple[int, int]] = []
         self._followed = self._over = False
-        self._error: TeacherError | None = None
+        self.error: TeacherError | None = None
+        """Why the rest can't be read."""
 
     def add(self, begin: int, end: int) -> None:
         with self._changed:
@@ -29,7 +30,7 @@ class Arrival:
 
     def end(self, error: TeacherError | None = None) -> None:
         """No more will come: all of it is there, or it could not be read. Under the lock."""
-        self._over, self._error = True, error
+        self._over, self.error = True, error
         self._changed.notify_all()
 
     def pieces(self) -> Iterator[Sequence[tuple[int, int]]]:
@@ -44,8 +45,8 @@ class Arrival:
                 self._followed = True
                 while taken == len(self._spans) and not self._over:
                     self._changed.wait()
-                if self._error is not None:
-                    raise self._error
+                if self.error is not None:
+                    raise self.error
                 fresh = self._spans[taken:]
             if not fresh:
                 return

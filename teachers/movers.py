@@ -382,7 +382,10 @@ class Movers:
                 moved, started = self._follow(teacher, arrival, data)
         except TeacherError as error:
             with self.changed:
-                self._errors[teacher] = error
+                if (
+                    arrival is None or error is not arrival.error
+                ):  # else it has been told, and may be tried again by now
+                    self._errors[teacher] = error
                 self.hbm.failed(teacher)
         else:
             with self.changed:
