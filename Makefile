@@ -19,11 +19,12 @@ help:  ## show this list
 
 install: $(STAMP)  ## make .venv with the locked packages
 
-# pip would compile every module of all packages; Python does that when it imports one.
+# pip would compile on one core. Some packages' files are of other Pythons and fail, as they would with pip, in silence.
 $(STAMP): requirements.lock pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-deps --no-compile $(PIP_ARGS) -r requirements.lock
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	$(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib > /dev/null 2>&1 || true
 	touch $@
 
 demo: install  ## agentic RL on this machine: real SGLang, real Megatron, 2 cores
