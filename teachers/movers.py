@@ -382,9 +382,8 @@ class Movers:
                 moved, started = self._follow(teacher, arrival, data)
         except TeacherError as error:
             with self.changed:
-                if (
-                    arrival is None or error is not arrival.error
-                ):  # else it has been told, and may be tried again by now
+                # A read's failure has been told by who read, and may be tried again by now.
+                if arrival is None or error is not arrival.error:
                     self._errors[teacher] = error
                 self.hbm.failed(teacher)
         else:
