@@ -29,7 +29,15 @@ platform.install()
 # ruff: noqa: E402  (Megatron needs the platform installed first)
 from benchmarks.trainer import sides
 from benchmarks.trainer.head import head_section
-from benchmarks.trainer.measure import consecutive_seconds, in_use, matmul_flops, peak_bytes, seconds, settle
+from benchmarks.trainer.measure import (
+    consecutive_seconds,
+    consecutive_times,
+    in_use,
+    matmul_flops,
+    peak_bytes,
+    seconds,
+    settle,
+)
 from benchmarks.trainer.shapes import Shape, shapes, write_model
 
 BASELINE_MFU = 0.176
@@ -98,13 +106,15 @@ def _step_section(shape: Shape, worker: sides.TrainerWorker, device: str, peak_f
             except Exception:  # noqa: BLE001  (as above)
                 steps.pop(name, None)
                 side["error"] = traceback.format_exc()
-        times: dict[str, list[float]] = {name: [] for name in steps}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
         for _ in range(shape.repeats):
             for name, step in steps.items():
-                times[name] += consecutive_seconds(step)
+                times[name] += consecutive_times(step)
         for name, taken in times.items():
-            side, median = result["sides"][name], statistics.median(taken)
-            side |= {"seconds": median, "fastest": min(taken), "tokens_per_second": shape.tokens / median}
+            wall, cpu = zip(*taken, strict=True)
+            side, median = result["sides"][name], statistics.median(wall)
+            side |= {"seconds": median, "fastest": min(wall), "tokens_per_second": shape.tokens / median}
+            side["cpu_seconds"] = statistics.median(cpu)
             if peak_flops:
                 side["mfu"] = shape.flops() / median / peak_flops
         _compare(result)
@@ -126,9 +136,10 @@ def _first_that_runs(worker: sides.TrainerWorker, shape: Shape, directory: Path)
 
 
 def _compare(result: dict[str, Any]) -> None:
-    taken = {name: side["seconds"] for name, side in result["sides"].items() if "seconds" in side}
-    if "ours" in taken:
-        result["speedup"] = {name: value / taken["ours"] for name, value in taken.items() if name != "ours"}
+    for ratio, what in (("speedup", "seconds"), ("cpu_speedup", "cpu_seconds")):
+        taken = {name: side[what] for name, side in result["sides"].items() if what in side}
+        if "ours" in taken:
+            result[ratio] = {name: value / taken["ours"] for name, value in taken.items() if name != "ours"}
 
 
 def _variants(shape: Shape, worker: sides.TrainerWorker, device: str, peak_flops: float | None) -> dict[str, Any]:
@@ -198,6 +209,7 @@ def _summary(report: Report) -> list[str]:
             continue
         if "speedup" in section:
             faster = ", ".join(f"{side} ×{ratio:.2f}" for side, ratio in section["speedup"].items())
+            faster += "; in CPU time " + ", ".join(f"×{ratio:.2f}" for ratio in section["cpu_speedup"].values())
             mine = section["sides"]["ours"]
             mfu = f", MFU {mine['mfu']:.1%} (bar {BAR_MFU:.1%})" if "mfu" in mine else ""
             lines.append(f"{name}: {mine['tokens_per_second']:,.0f} tokens/s{mfu}; faster than {faster}")

@@ -36,8 +36,18 @@ STEPS = 3
 
 def consecutive_seconds(action: Callable[[], object]) -> list[float]:
     """Of a few in a row, as in training, after one that meets what was run before it in the caches."""
+    return [wall for wall, _ in consecutive_times(action)]
+
+
+def consecutive_times(action: Callable[[], object]) -> list[tuple[float, float]]:
+    """Likewise, with the CPU time of the process: on a machine that others load, it says more than the wall time."""
     action()
-    return [seconds(action) for _ in range(STEPS)]
+    found = []
+    for _ in range(STEPS):
+        begin = time.process_time()
+        wall = seconds(action)
+        found.append((wall, time.process_time() - begin))
+    return found
 
 
 def median_seconds(action: Callable[[], object], repeats: int, warmup: int = 2) -> float:

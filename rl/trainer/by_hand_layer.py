@@ -77,7 +77,7 @@ class Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         saved = iter(ctx.saved_tensors)
-        before, after = (part(*islice(saved, len(part._fields))) for part in (_Before, _After))
+        before, after = _Before(*islice(saved, len(_Before._fields))), _After(*islice(saved, len(_After._fields)))
         weights, buffers, shape, packing, read = ctx.constants
         attention = [tuple(islice(saved, ATTENTION_KEEPS)) for _ in packing.buckets]
         tokens = len(before.unit)
@@ -141,13 +141,14 @@ def _before_backward(
     turned(key, kept.rotation.conj(), out=flowing[:, :, -1:])
     slopes[:, :, -1:] = value
     normed, head_inverse, scales = kept.normed, kept.head_inverse, kept.scales
-    if normed is None or head_inverse is None or scales is None:
+    of_query, of_key = buffers.query_norm, buffers.key_norm
+    if normed is None or head_inverse is None or scales is None or of_query is None or of_key is None:
         slopes[:, :, :-1] = flowing
     else:
         product = flowing * normed
         by_slot = product.sum((0, 1)).index_select(1, pairs(dim)[1])
-        buffers.query_norm.add_(by_slot[:-1].sum(0))
-        buffers.key_norm.add_(by_slot[-1])
+        of_query.add_(by_slot[:-1].sum(0))
+        of_key.add_(by_slot[-1])
         along = product.mul_(scales).sum(-1, keepdim=True)
         flowing.mul_(scales).addcmul_(normed, along, value=-1.0 / dim)
         torch.mul(flowing, head_inverse, out=slopes[:, :, :-1])
