@@ -145,7 +145,7 @@ def layer_activations(hf: PretrainedConfig, by_hand: bool = False) -> tuple[floa
         query, latent = heads * hf.head_dim, 0
         key = val = hf.num_key_value_heads * hf.head_dim
     normed = 2 * (query + key) if "qwen3" in hf.model_type else 0
-    if by_hand:  # of a norm the normalised input alone; of the MLP what it opened, and the gate's activation
+    if by_hand:  # of a norm the normalised input alone; of the MLP what it opened, and the gate's sigmoid
         return 2.0 * hidden, query + key + val + normed / 2 + query + 3.0 * hf.intermediate_size
     # Two norms keep their input, the normalised and the scaled one; attention its inputs and its output.
     common = 6.0 * hidden + 3.0 * latent
