@@ -6,7 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The tests run in parts, JOBS at once, the longest first: tests wait for servers and processes half of their time. Each
 # part is one pytest, whose tests share what they start.
-PARTS := unit-runs unit-faults unit-engine unit-trainer unit-rest
+PARTS := unit-runs unit-servers unit-engine unit-faults unit-trainer unit-rest
+# Of tests/engine those that start servers of their own, and do not use the one that the others share.
+SERVERS := $(patsubst %,tests/engine/test_%.py,lost_engines killed_driver capacity arguments refused_arguments \
+	benchmark_measures benchmark_logprob_gap)
 JOBS ?= 3
 STAMP := $(VENV)/.installed
 PACKAGES := rl rollout algorithms teachers tasks
@@ -47,7 +50,8 @@ unit: install  ## pytest without the slow tests
 
 unit-runs: TESTS := tests/e2e --ignore=tests/e2e/test_faults.py
 unit-faults: TESTS := tests/e2e/test_faults.py
-unit-engine: TESTS := tests/engine
+unit-servers: TESTS := $(SERVERS)
+unit-engine: TESTS := tests/engine $(SERVERS:%=--ignore=%)
 unit-trainer: TESTS := tests/trainer
 unit-rest: TESTS := tests --ignore=tests/e2e --ignore=tests/engine --ignore=tests/trainer
 $(PARTS):
