@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 
+from teachers.device import Source
 from teachers.errors import TeacherError
 
 
@@ -13,9 +14,12 @@ class Arrival:
 
     Args:
         changed: the tiers' lock.
+        source: where it is read to. Whoever copies it on may begin when that read has failed, and its memory is no
+            longer booked.
     """
 
-    def __init__(self, changed: threading.Condition) -> None:
+    def __init__(self, changed: threading.Condition, source: Source) -> None:
+        self.source = source
         self._changed = changed
         self._spans: list[tuple[int, int]] = []
         self._followed = self._over = False

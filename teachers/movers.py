@@ -204,7 +204,7 @@ class Movers:
             for name in [*stalled, *self._missing(teacher)][:1]:
                 try:
                     if self.pinned.make_room(name, teacher in self._wanted, self._cheap(), self._kept(sources)):
-                        self._arriving[name] = Arrival(self.changed)
+                        self._arriving[name] = Arrival(self.changed, self.pinned.source(name))
                         self.changed.notify_all()  # the device's thread may follow it
                         return functools.partial(self._read, name, self._arriving[name])
                 except TeacherError as error:
@@ -320,7 +320,7 @@ class Movers:
         started = time.perf_counter()
         failure: TeacherError | None = TeacherError(f"teacher {name}: its read broke off")
         try:
-            count = self._read_into(name, name, self.pinned.source(name), arrival.add)
+            count = self._read_into(name, name, arrival.source, arrival.add)
             failure = None
         except TeacherError as error:
             failure = error
@@ -379,7 +379,7 @@ class Movers:
             if arrival is None:
                 moved = self.fill(teacher, shard.names, shard.device_offsets, data, self._lane)
             else:
-                moved, started = self._follow(teacher, arrival, data)
+                moved, started = self._follow(arrival, data)
         except TeacherError as error:
             with self.changed:
                 # A read's failure has been told by who read, and may be tried again by now.
@@ -396,18 +396,18 @@ class Movers:
             with self.changed:
                 self.release_sources(held)
 
-    def _follow(self, teacher: str, arrival: Arrival, data: Tensor) -> tuple[int, float]:
+    def _follow(self, arrival: Arrival, data: Tensor) -> tuple[int, float]:
         """Copy what has been read while the rest still is; returns the bytes, and when this would have begun if the
         copies had been made in one go.
 
         Raises:
             TeacherError: the rest can't be read.
         """
-        source, moved, seconds = self.pinned.source(teacher), 0, 0.0
+        moved, seconds = 0, 0.0
         for spans in arrival.pieces():
             started = time.perf_counter()
             for begin, end in spans:
-                moved += self._lane.take(begin, end, data, source)
+                moved += self._lane.take(begin, end, data, arrival.source)
             self._lane.synchronize()
             seconds += time.perf_counter() - started
         return moved, time.perf_counter() - seconds

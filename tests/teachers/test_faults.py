@@ -167,6 +167,34 @@ def test_damage_in_a_later_block_of_a_teacher_that_is_copied_on_while_it_is_read
     tiers.close()
 
 
+def test_a_read_that_failed_before_its_copy_began_fails_that_lease_alone(made):
+    """Whoever copies it on had to wait for an image's place, and finds that there is nothing to copy."""
+    store, teachers = made
+    flip(pack_of(store, "t0"))
+    booked = threading.Event()
+
+    def when_booked(descriptor, buffers, offset):
+        booked.wait(60)
+        return os.preadv(descriptor, buffers, offset)
+
+    tiers = TierManager(store, SHARD, "cpu", HBM, PINNED, reader=DirectReader(preadv=when_booked))
+    movers = tiers._movers
+    vacate = movers.vacate
+
+    def slow(*args):
+        booked.set()
+        with movers.changed:
+            assert movers.changed.wait_for(lambda: not movers._arriving, 60)
+        vacate(*args)
+
+    movers.vacate = slow
+    with pytest.raises(CorruptTeacherError, match=r"teacher t0: .* is damaged between bytes"):
+        lease(tiers, "t0", teachers)
+    assert booked.is_set()
+    lease(tiers, "t1", teachers)
+    tiers.close()
+
+
 def test_an_input_output_error_names_teacher_and_file(made):
     store, teachers = made
 
