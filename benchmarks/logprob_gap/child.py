@@ -18,7 +18,7 @@ class ChildError(RuntimeError):
 
 
 class Child:
-    """Starts at its first call; after it was killed, again at the next one. Functions and arguments are pickled."""
+    """Starts at its first call; after it died or was killed, again at the next one. Functions and arguments are pickled."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -37,13 +37,13 @@ class Child:
 
     def _call(self, timeout_s: float, function: Callable[..., Any], arguments: tuple[object, ...]) -> Any:
         connection = self._connection or self._start()
-        connection.send((function, arguments))
-        if not connection.poll(max(0.0, timeout_s)):
-            self.close()
-            raise ChildError(f"{self.name}: killed after {timeout_s:.0f} s")
         try:
+            connection.send((function, arguments))
+            if not connection.poll(max(0.0, timeout_s)):
+                self.close()
+                raise ChildError(f"{self.name}: killed after {timeout_s:.0f} s")
             failed, result = connection.recv()
-        except EOFError as error:
+        except (EOFError, OSError) as error:
             self.close()
             raise ChildError(f"{self.name}: the process died") from error
         if failed:

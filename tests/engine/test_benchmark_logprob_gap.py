@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 
 import numpy as np
@@ -58,7 +59,12 @@ def test_a_child_tells_what_failed_and_is_killed_when_it_takes_too_long():
         assert first == child.call(60.0, os.getpid) != os.getpid()
         with pytest.raises(ChildError, match="killed after"):
             child.call(0.2, time.sleep, 60)
-        assert child.call(60.0, os.getpid) != first
+        second = child.call(60.0, os.getpid)
+        assert second != first
+        os.kill(second, signal.SIGKILL)  # by somebody else, while it does nothing
+        with pytest.raises(ChildError, match="the process died"):
+            child.call(60.0, os.getpid)
+        assert child.call(60.0, os.getpid) != second
     finally:
         child.close()
 
