@@ -18,7 +18,7 @@ class ChildError(RuntimeError):
 
 
 class Child:
-    """Starts at its first call; after it died or was killed, again at the next one. Functions and arguments are pickled."""
+    """Starts at its first call, and again after it died or was killed. Functions and arguments are pickled."""
 
     def __init__(self, name: str) -> None:
         self.name = name
