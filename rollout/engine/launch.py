@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,9 +105,11 @@ def command(
     return [sys.executable, "-m", launcher, *flags(options), *flags(spec.settings.extra_args)]
 
 
+CUMEM = "NCCL_CUMEM_ENABLE"
 NCCL_DECIDES = "-2"
 """NCCL's own default. SGLang writes 0 where it finds nothing, and then a broadcast from a trainer, whose NCCL decides
-for itself, ends with "invalid argument": both sides of a connection must share memory in the same way."""
+for itself, ends with "invalid argument": both sides of a connection must share memory in the same way. What is set for
+the run is the trainer's, too, and stays."""
 
 
 def environment(config: EngineConfig, address: str = "127.0.0.1") -> dict[str, str]:
@@ -119,7 +122,7 @@ def environment(config: EngineConfig, address: str = "127.0.0.1") -> dict[str, s
     if config.disaggregation is not None:
         common["SGLANG_HOST_IP"] = address  # where KV caches are sent to; else the first network card's
     if config.device == "cuda":
-        return common | {"NCCL_CUMEM_ENABLE": NCCL_DECIDES} | expert_tiles.environment(config)
+        return common | {CUMEM: os.environ.get(CUMEM, NCCL_DECIDES)} | expert_tiles.environment(config)
     return common | {
         "SGLANG_USE_CPU_ENGINE": "1",
         "TORCHDYNAMO_DISABLE": "1",  # no Triton to compile for

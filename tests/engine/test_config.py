@@ -54,7 +54,17 @@ def test_cuda_command_gives_each_server_its_gpus():
     assert (flags["tp-size"], flags["base-gpu-id"], flags["mem-fraction-static"]) == ("2", "2", "0.8")
     assert "attention-backend" not in flags
     assert "OMP_NUM_THREADS" not in environment(config)
-    assert environment(config)["NCCL_CUMEM_ENABLE"] == "-2"  # as the trainer's; else a broadcast fails between GPUs
+
+
+@pytest.mark.parametrize(("set_for_the_run", "servers"), [(None, "-2"), ("0", "0"), ("1", "1")])
+def test_servers_share_memory_between_gpus_as_the_trainer_does(monkeypatch, set_for_the_run, servers):
+    """Else a broadcast to them fails. The trainer has the run's environment, and by default NCCL decides for it."""
+    if set_for_the_run is None:
+        monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    else:
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", set_for_the_run)
+    found = environment(EngineConfig(context_length=128, device="cuda"))
+    assert found["NCCL_CUMEM_ENABLE"] == servers
 
 
 def test_halves_of_a_pair_send_their_kv_cache_from_the_address_they_are_reached_at():
