@@ -62,32 +62,31 @@ class TokenLogprobs(torch.autograd.Function):
         whole = not hidden.is_cuda and (group is None or group.size() == 1)
         ctx.slopes = {}
         for index, part in enumerate(parts):
-            logits = _product(hidden[part], weight.T)
-            keep = index >= len(parts) - kept
+            logits, keep, slopes = _product(hidden[part], weight.T), index >= len(parts) - kept, None
             if whole:
                 normalizer[part], logprobs[part], entropy[part], slopes = _whole_rows(
                     logits, local[part], inverse_temperature[part], weight.dtype
                 )
+            else:
+                statistics = _statistics(logits, local[part], inverse_temperature[part])
+                largest, total, weighted, chosen = _combined(statistics, owned[part], group)
+                log_total = total.log()
+                normalizer[part] = largest + log_total
+                logprobs[part] = chosen - largest - log_total
+                entropy[part] = log_total - weighted / total
                 if keep:
-                    ctx.slopes[index] = slopes
-                continue
-            statistics = _statistics(logits, local[part], inverse_temperature[part])
-            largest, total, weighted, chosen = _combined(statistics, owned[part], group)
-            log_total = total.log()
-            normalizer[part] = largest + log_total
-            logprobs[part] = chosen - largest - log_total
-            entropy[part] = log_total - weighted / total
+                    slopes = _slopes(
+                        logits,
+                        weight.dtype,
+                        inverse_temperature[part],
+                        normalizer[part],
+                        logprobs[part],
+                        local[part],
+                        owned[part],
+                    )
             if keep:
-                ctx.slopes[index] = _slopes(
-                    logits,
-                    weight.dtype,
-                    inverse_temperature[part],
-                    normalizer[part],
-                    logprobs[part],
-                    local[part],
-                    owned[part],
-                )
-            del logits  # or the next chunk's would stand beside them
+                ctx.slopes[index] = slopes
+            del logits, slopes  # or the next chunk's would stand beside them
         ctx.save_for_backward(hidden, weight, local, owned, inverse_temperature, normalizer, logprobs)
         ctx.parts, ctx.gradient = parts, gradient
         ctx.mark_non_differentiable(entropy)

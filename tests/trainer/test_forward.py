@@ -1,8 +1,11 @@
+import weakref
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from rl.trainer import token_logprobs
 from tests.trainer.common import Ratio, assert_close, capture_update, make_trajectories, make_trajectory
 
 
@@ -58,6 +61,22 @@ def test_recompute_and_chunks_change_nothing(worker, model_dir):
     result, chunked = capture_update(worker, trajectories, Ratio())
     assert result.loss == pytest.approx(expected.loss, rel=1e-6)
     assert_close(chunked, gradient)
+
+
+def test_the_head_lets_a_chunks_logits_go_before_the_next(monkeypatch):
+    seen = []
+
+    def product(a, b):
+        assert not any(logits() is not None for logits in seen)
+        logits = (a @ b).float()
+        seen.append(weakref.ref(logits))
+        return logits
+
+    monkeypatch.setattr(token_logprobs, "_product", product)
+    with torch.no_grad():
+        rest = torch.zeros(6, dtype=torch.long), torch.ones(6), 0, 2, None
+        token_logprobs.TokenLogprobs.apply(torch.randn(6, 4), torch.randn(5, 4), *rest)
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize("rope", [None, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}])
