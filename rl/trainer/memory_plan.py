@@ -162,7 +162,7 @@ def _activations(hf: PretrainedConfig, config: TrainerConfig, size: int, stage: 
     parallel = config.parallel
     tokens = _up(config.max_tokens_per_micro_batch, parallel.context) // parallel.context
     family = family_of(hf)
-    dense = family.plain(hf) and not any(family.moe_layers(hf)) and parallel.tensor == 1
+    dense = family.plain(hf) and not any(family.moe_layers(hf)) and parallel.tensor == parallel.context == 1
     by_hand = dense and platform.device().type == "cpu" and config.dtype == "float32"
     common, split = layer_activations(hf, by_hand)
     common /= parallel.tensor if parallel.sequence_parallel else 1

@@ -104,6 +104,14 @@ def test_layouts_share_the_load():
     assert total(recompute=True)[0].activations < alone.activations / 4
 
 
+def test_layers_are_by_hand_only_where_one_rank_has_all_of_a_sample(monkeypatch):
+    monkeypatch.setattr("rl.trainer.platform.device", lambda: torch.device("cpu"))
+    config = TrainerConfig(world_size=2, dtype="float32", recompute=False)
+    (alone,) = plan_memory(BIG, config)
+    (half,) = plan_memory(BIG, config.model_copy(update={"parallel": ParallelConfig(context=2)}))
+    assert half.activations > 1.2 * alone.activations / 2
+
+
 def test_what_cannot_fit_is_refused():
     (plan,) = total()
     check_fits(plan, plan.total, 1, "a device")
