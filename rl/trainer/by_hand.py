@@ -1,5 +1,5 @@
 """A norm for fp32 on the CPU, with a backward pass by hand: about half of the operations that autograd would record. On
-CUDA a compiler fuses the plain formula. And what the halves of a layer (``rl.trainer.by_hand_layer``) are made of."""
+CUDA a compiler fuses the plain formula. And what a layer by hand (``rl.trainer.by_hand_layer``) is made of."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class _Before(NamedTuple):
     unit: Matrix
     inverse: Matrix
     scaled: Tensor
-    rotation: Rotation
+    rotation: Complex64[Tensor, "tokens 1 1 dim//2"]
     normed: Tensor | None
     """Normalised queries and keys, if they are."""
     head_inverse: Tensor | None

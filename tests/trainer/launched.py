@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -80,4 +79,3 @@ def _call(log: Path, function: Callable[..., object], arguments: tuple[Any, ...]
             os.dup2(opened.fileno(), stream)
     warnings.simplefilter("ignore")
     function(*arguments)
-    sys.stdout.flush()
