@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -37,6 +38,8 @@ SCORE_S = 120.0
 """For all cases of a model."""
 BEYOND_TRAINING_S = 150.0
 """For imports, compiling, loading and writing around the training's own seconds."""
+FOLDERS = (*get_args(Weights), "shape", "servers")
+"""Of a run's; those of the one before are removed, and nothing else that lies beside them."""
 
 
 @dataclass
@@ -210,15 +213,17 @@ def main(arguments: list[str]) -> int:
         return 0
     begin = time.monotonic()
     cuda = options.device == "cuda"
-    shutil.rmtree(options.work, ignore_errors=True)
-    options.work.mkdir(parents=True)
-    wanted = options.models.split(",")
+    for folder in FOLDERS:
+        shutil.rmtree(options.work / folder, ignore_errors=True)
+    options.work.mkdir(parents=True, exist_ok=True)
     run = Run(
         path=options.json,
         work=options.work,
         device=options.device,
-        weights=options.weights.split(","),
-        cases=[case for case in models.cases(cuda, options.requests, options.fp32_head) if case.model in wanted],
+        weights=options.weights,
+        cases=[
+            case for case in models.cases(cuda, options.requests, options.fp32_head) if case.model in options.models
+        ],
         train_seconds=options.train_seconds,
         deadline=begin + options.seconds,
         publish=options.start == "publish",
@@ -235,13 +240,21 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--json", type=Path, help="a line for each result is appended")
     target.add_argument("--table", type=Path, help="print the tables of such a file; nothing runs")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/logprob-gap"), help="checkpoints, logs; emptied first")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/logprob-gap"), help="checkpoints, logs of the last run")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--models", default="dense,dsa", help="dense,dsa; dsa needs CUDA")
-    parser.add_argument("--weights", default="random,trained", help="in the order of their turns")
+    parser.add_argument("--models", type=_words, default="dense,dsa", help="dense,dsa; dsa needs CUDA")
+    parser.add_argument("--weights", type=_words, default="random,trained", help="in the order of their turns")
     parser.add_argument("--start", choices=("publish", "load"), default="publish", help="how servers get the first")
     parser.add_argument("--fp32-head", action="store_true", help="one more server, which keeps its logits in float32")
     parser.add_argument("--requests", type=int, default=32, help="of a case; half past the top k")
     parser.add_argument("--train-seconds", type=float, default=40.0, help="of each model's steps")
     parser.add_argument("--seconds", type=float, default=260.0, help="for all of it")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for name, known in (("models", get_args(Name)), ("weights", get_args(Weights))):
+        if unknown := set(getattr(options, name)) - set(known):
+            parser.error(f"--{name}: {sorted(unknown)} not among {known}")
+    return options
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")

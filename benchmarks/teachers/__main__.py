@@ -58,11 +58,8 @@ def main() -> int:
     if options.draw:
         picture.draw(json.loads(options.draw.read_text()), options.ratio, options.out)
         return 0
-    bench = Bench(options)
-    try:
-        bench.run()
-    finally:
-        shutil.rmtree(options.root, ignore_errors=True)
+    with made.own_folder(options.root, "bench_teachers") as options.root:
+        Bench(options).run()
     return 0
 
 
@@ -70,7 +67,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--json", type=Path, help="also write the numbers there")
-    parser.add_argument("--root", type=Path, default=Path("runs/bench_teachers"), help="folder on the disk to measure")
+    parser.add_argument("--root", type=Path, default=Path("runs"), help="folder on the disk to measure")
     parser.add_argument(
         "--width", type=int, help="hidden size: 2048 has 1.0 B parameters, 512 63 M (default on the CPU)"
     )

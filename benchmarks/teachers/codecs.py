@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.teachers.made import SHARD, Architecture
+from benchmarks.teachers.made import SHARD, Architecture, own_folder
 from teachers import codec
 from teachers.store import TeacherStore
 from teachers.tiers import TierManager
@@ -43,14 +42,11 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--width", type=int, default=768 if torch.cuda.is_available() else 256)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--root", type=Path, default=Path("runs/bench_codecs"))
+    parser.add_argument("--root", type=Path, default=Path("runs"), help="folder on the disk to use")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    shutil.rmtree(options.root, ignore_errors=True)
-    try:
+    with own_folder(options.root, "bench_codecs") as options.root:
         rows = measure(options)
-    finally:
-        shutil.rmtree(options.root, ignore_errors=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -48,6 +49,18 @@ class Architecture:
 
 def names(count: int) -> list[str]:
     return [f"teacher{index:02d}" for index in range(count)]
+
+
+@contextlib.contextmanager
+def own_folder(parent: Path, name: str) -> Iterator[Path]:
+    """A folder that is empty, and gone afterwards. What else lies beside it stays: ``parent`` may be a whole disk."""
+    folder = parent / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_store(

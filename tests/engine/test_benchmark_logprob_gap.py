@@ -94,11 +94,21 @@ def test_tables_show_the_last_line_of_a_case_and_what_failed(tmp_path):
     assert "random, hisparse: **failed**: KeyError: 3" in found
 
 
+def test_unknown_models_and_weights_are_refused(capsys):
+    for option, wrong in (("--models", "dense,moe"), ("--weights", "tuned")):
+        with pytest.raises(SystemExit):
+            run.main(["--json", "x", option, wrong])
+        assert f"{option}: ['{wrong.split(',')[-1]}'] not among" in capsys.readouterr().err
+
+
 @pytest.mark.timeout(600)
 def test_a_run_on_the_cpu_trains_publishes_samples_and_compares(tmp_path):
     lines = tmp_path / "lines.jsonl"
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "mine").write_text("")
     arguments = ["--requests", "4", "--train-seconds", "3", "--seconds", "550", "--work", str(tmp_path / "work")]
     assert run.main(["--json", str(lines), "--device", "cpu", *arguments]) == 0
+    assert (tmp_path / "work" / "mine").exists()
     found = [json.loads(line) for line in lines.read_text().splitlines()]
     (learned,) = [line for line in found if line["section"] == "training"]
     assert learned["loss_after"] < learned["loss_before"]

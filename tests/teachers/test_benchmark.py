@@ -1,8 +1,13 @@
 """How large the benchmark's teachers are when they have to be done in time, and what it may say of short waits."""
 
+import sys
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.teachers import __main__ as benchmark
+from benchmarks.teachers import codecs
 from benchmarks.teachers.__main__ import STEP, WIDEST, widest
 from benchmarks.teachers.summary import LEAST_SHARE, Wait
 
@@ -44,3 +49,26 @@ def test_waits_seen_on_the_h200():
     assert at_one.said(10.532) == "< 0.016 s (< 0.2% of S)"
     at_half = Wait.of([2.738, 3.569, 3.514, 4.370, 4.077], 5.2405, 0.01)
     assert (at_half.times(10.154), at_half.said(5.2405)) == ("2.8×", "3.569 s (68.1% of S)")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("main", [benchmark.main, codecs.main])
+def test_what_else_lies_in_the_folder_to_measure_stays(tmp_path, monkeypatch, main, fails):
+    """It may be a whole disk's."""
+    (tmp_path / "mine").write_text("")
+
+    def measure(options):
+        (options.root / "made").write_text("")
+        if fails:
+            raise RuntimeError("no space")
+        return []
+
+    monkeypatch.setattr(benchmark.Bench, "run", lambda bench: measure(bench.options))
+    monkeypatch.setattr(codecs, "measure", measure)
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--device", "cpu", "--root", str(tmp_path)])
+    if fails:
+        with pytest.raises(RuntimeError, match="no space"):
+            main()
+    else:
+        assert main() == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
