@@ -10,6 +10,9 @@ their hooks stay Megatron's. Under tensor parallelism Megatron's own forward run
 With FlashAttention and without context parallelism the attention is one more operation, so that whole layers, and
 several in a row, are compiled together, and all of a stage may be replayed as one CUDA graph (``group_layers``): a
 small model's layers take less time on a fast GPU than starting them does.
+
+In fp32 on the CPU, without context parallelism, a layer that is trained whole or not at all is one function with a
+backward pass of its own (``rl.trainer.by_hand_layer``), and a model's last one goes on only with tokens that are read.
 """
 
 from __future__ import annotations
