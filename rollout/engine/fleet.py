@@ -82,7 +82,7 @@ class EngineFleet:
     """The servers of one ``EngineConfig``.
 
     ``start``, then ``generate``, then ``stop``; whoever owns the registry stops the processes in any case. Weights are
-    published, and metrics read, through ``engines``.
+    published within ``publication``.
     """
 
     def __init__(
