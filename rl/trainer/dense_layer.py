@@ -11,8 +11,9 @@ With FlashAttention and without context parallelism the attention is one more op
 several in a row, are compiled together, and all of a stage may be replayed as one CUDA graph (``group_layers``): a
 small model's layers take less time on a fast GPU than starting them does.
 
-In fp32 on the CPU, without context parallelism, a layer that is trained whole or not at all is one function with a
-backward pass of its own (``rl.trainer.by_hand_layer``), and a model's last one goes on only with tokens that are read.
+In fp32 on the CPU, without context parallelism, a layer is one function with a backward pass of its own
+(``rl.trainer.by_hand_layer``), unless only some of its parameters are trained; a model's last one then goes on with the
+tokens that are read alone.
 """
 
 from __future__ import annotations
