@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 from rl.batch import build_batch
-from tests.trainer.common import make_trajectories
+from tests.trainer.common import assert_close, make_trajectories
 
 
 def scored_batch(trajectories):
@@ -20,8 +20,7 @@ def trajectories():
     return make_trajectories(groups=2, temperature=0.7)
 
 
-@pytest.fixture
-def value_module(worker, model_dir):
+def build_value_module(worker, model_dir, train_attention=True):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from rl.trainer import convert
@@ -29,9 +28,14 @@ def value_module(worker, model_dir):
     from rl.trainer.value import build_value_model
 
     hf = read_hf_config(model_dir)
-    model = build_value_model(hf, worker.config)
+    model = build_value_model(hf, worker.config, train_attention)
     convert.load_hf(model, hf, model_dir)
     return DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+
+
+@pytest.fixture
+def value_module(worker, model_dir):
+    return build_value_module(worker, model_dir)
 
 
 def test_a_value_model_starts_from_a_policy_with_zeros(value_module, worker, trajectories, model_dir):
@@ -74,6 +78,24 @@ def test_values_and_their_gradient_equal_hugging_face(value_module, worker, traj
         ),
     ):
         assert (found.cpu() - grad).abs().max() <= 1e-4 * grad.abs().max()
+
+
+def test_a_frozen_attention_changes_no_other_gradient(worker, trajectories, model_dir):
+    """Whose layers are computed in another way: of one by hand all parameters are trained."""
+    from rl.trainer.forward import run_value_passes
+
+    batch, gradients = scored_batch(trajectories), []
+    for train_attention in (True, False):
+        module = build_value_module(worker, model_dir, train_attention)
+        with torch.no_grad():
+            module.module.value_head.weight.copy_(torch.linspace(-1, 1, 64)[None])
+        module.zero_grad_buffer()
+        run_value_passes([module], batch, [[0, 3], [1, 2, 4, 5], []], worker.config, lambda _, v: (v**2).sum(), True)
+        trained = [(name, p) for name, p in module.module.named_parameters() if p.requires_grad]
+        gradients.append({name: p.main_grad.clone() for name, p in trained})
+    whole, part = gradients
+    assert 0 < len(part) < len(whole)
+    assert_close(part, {name: whole[name] for name in part}, relative=1e-4)
 
 
 def test_a_saved_value_model_keeps_its_head(value_module, worker, model_dir, tmp_path):
