@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -192,6 +193,40 @@ def test_a_read_that_failed_before_its_copy_began_fails_that_lease_alone(made):
         lease(tiers, "t0", teachers)
     assert booked.is_set()
     lease(tiers, "t1", teachers)
+    tiers.close()
+
+
+def test_after_a_disk_that_fails_now_and_then_nothing_is_leased_or_lost(tmp_path):
+    store, teachers = made_store(tmp_path, 6)
+    size, numbers = store.open("t0", SHARD).device_bytes, random.Random(0)
+
+    def unsteady(descriptor, buffers, offset):
+        if numbers.random() < 0.2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.preadv(descriptor, buffers, offset)
+
+    tiers = TierManager(store, SHARD, "cpu", 2 * size, int(2.2 * size), reader=DirectReader(preadv=unsteady))
+    movers = tiers._movers
+
+    def lease_some(seed):
+        mine, failures = random.Random(seed), []
+        for _ in range(60):
+            try:
+                lease(tiers, f"t{mine.randrange(6)}", teachers)
+            except TeacherError as error:
+                failures.append(str(error))
+        return failures
+
+    with ThreadPoolExecutor(2) as pool:
+        failures = [failure for some in pool.map(lease_some, range(2)) for failure in some]
+    assert failures
+    assert all("Input/output error" in failure for failure in failures)
+    with movers.changed:
+        assert movers.changed.wait_for(lambda: not movers.busy, 60)
+        for books in (movers.hbm.books, movers.pinned.books):
+            assert not +books._leases
+        assert movers.hbm.books.resident == movers.hbm.ready == movers.hbm.images.keys()
+        assert movers.pinned.books.resident == movers.pinned.ready == movers.pinned.frames.keys()
     tiers.close()
 
 
