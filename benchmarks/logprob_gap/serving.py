@@ -24,7 +24,8 @@ from benchmarks.logprob_gap.models import (
     TOP_K,
     Case,
 )
-from rollout.trajectory import NO_VERSION, NOT_RECORDED, StopReason, Trajectory
+from benchmarks.logprob_gap.records import record
+from rollout.trajectory import NOT_RECORDED, Trajectory
 
 SLACK = 64
 """Tokens of a context that stay free."""
@@ -124,21 +125,12 @@ def _trajectory(
 ) -> Trajectory:
     sampled = [(logprob, token) for logprob, token, *_ in meta["output_token_logprobs"]]
     length, given = len(prompt) + len(sampled), len(prompt)
-    mask = np.arange(length) >= given
-    trajectory = Trajectory(
-        token_ids=np.array([*prompt, *(token for _, token in sampled)], np.int32),
-        action_mask=mask,
-        rollout_logprobs=np.array([0.0] * given + [logprob for logprob, _ in sampled], np.float32),
-        weight_versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
-        turn_index=np.zeros(length, np.int32),
-        temperature=1.0,
+    trajectory = record(
+        np.array([*prompt, *(token for _, token in sampled)], np.int32),
+        np.arange(length) >= given,
+        np.array([0.0] * given + [logprob for logprob, _ in sampled], np.float32),
+        index,
         reward=0.0,
-        task="benchmark",
-        epoch=0,
-        prompt_id=str(index),
-        group_id=index,
-        sample_id=0,
-        stop_reason=StopReason.LENGTH,
     )
     if experts is None:
         return trajectory

@@ -15,10 +15,11 @@ import numpy as np
 from algorithms import registry
 from benchmarks.logprob_gap.language import Language
 from benchmarks.logprob_gap.models import USUAL, Name, change_config, make_config, write_model
+from benchmarks.logprob_gap.records import record
 from benchmarks.trainer.sides import make_worker
 from rl.trainer.config import OptimizerConfig
 from rl.trainer.worker import TrainerWorker
-from rollout.trajectory import NO_VERSION, StopReason, Trajectory
+from rollout.trajectory import Trajectory
 
 HELD_OUT = 4
 """Sequences, of a seed that no batch has."""
@@ -155,23 +156,9 @@ def _batches(language: Language, phase: Phase, seed: int) -> Iterator[list[Traje
 
 def sequences(language: Language, number: int, length: int, seed: int) -> list[Trajectory]:
     """All tokens but the first count."""
-    mask = np.arange(length) > 0
+    counted, logprobs = np.arange(length) > 0, np.zeros(length, np.float32)
     return [
-        Trajectory(
-            token_ids=tokens,
-            action_mask=mask,
-            rollout_logprobs=np.zeros(length, np.float32),
-            weight_versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
-            turn_index=np.zeros(length, np.int32),
-            temperature=1.0,
-            reward=1.0,
-            task="language",
-            epoch=0,
-            prompt_id=str(index),
-            group_id=index,
-            sample_id=0,
-            stop_reason=StopReason.STOP,
-        )
+        record(tokens, counted, logprobs, index, reward=1.0)
         for index, tokens in enumerate(language.sample(number, length, seed))
     ]
 
