@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.publish.bits import engine_checksums
 from benchmarks.publish.local import LocalSender
+from rl.weights.collective import Broadcasts, CollectiveTransport
 from rl.weights.colocation import Colocation
 from rl.weights.delta_transport import DeltaTransport, Held
 from rl.weights.ipc import IpcTransport, Openings
@@ -152,6 +153,31 @@ def test_ipc_leaves_the_bits_of_the_ordinary_way(fleet, models, settings):
         assert expected[0] != expected[1]
         assert answers[0].why == ""
         assert all("plan" in answer.how for answer in answers[1:])
+
+    with_engine(fleet, test)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+def test_a_broadcast_from_another_gpu_leaves_the_bits_of_the_ordinary_way(fleet, models):
+    async def test(engine, version):
+        expected = []
+        for step in (1, 2):
+            await publish_by_disk(engine, models, version + step)
+            expected += await engine_checksums(engine)
+        sender = LocalSender([], "cuda:1")
+        broadcasts, found = Broadcasts(sender, "nccl", timeout_s=60), []
+        for step in (3, 4):
+            sender.named = [
+                (name, tensor.to("cuda:1")) for name, tensor in models[(version + step) % 2].weights.items()
+            ]
+            transport = CollectiveTransport(broadcasts, sender.plan(BUCKET_BYTES))
+            done = await publish([engine], transport, version + step, SIZE.shapes)
+            assert done.attempts == 1
+            await assert_holds(engine, models, version + step)
+            found += await engine_checksums(engine)
+        await broadcasts.leave([engine])
+        assert found == expected
+        assert expected[0] != expected[1]
 
     with_engine(fleet, test)
 
