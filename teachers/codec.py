@@ -1,10 +1,11 @@
-"""Smaller forms of a tensor: what changed against a base, and fp8. Pure torch, on any device, in pieces.
+"""Smaller forms of a tensor: what changed against a base, and fp8. On the CPU, in pieces.
 
     delta   bitmap (one bit an element, little-endian in a byte; padded to 16 bytes), then the changed elements.
             Compared and restored as integers of the element's width: exact for every bit pattern.
     fp8     one fp32 scale a row (padded to 16 bytes), then float8_e4m3: element ≈ code · scale, scale = max|row| / 448.
 
-A decoder works on ``PIECE_ELEMENTS`` at a time, so that its temporaries are bounded (``workspace_bytes``).
+A decoder works on ``PIECE_ELEMENTS`` at a time, so that its temporaries are bounded (``workspace_bytes``). On a GPU
+``codec_triton`` decodes many pieces in one go (``batches``) in the same room, and is tested against these.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from torch import Tensor
 
 PIECE_ELEMENTS = 1 << 20
 _WORKSPACE_PER_ELEMENT = 32
-"""Staged bytes (at most 8.2), masks (3) and prefix sums (9); fp8 needs less."""
+"""Staged bytes (at most 8.2), the mask (1) and where it is set (8); fp8: staged (1), indices (4), fp32 (8)."""
+_LEAST_WORKSPACE = 512
+"""torch's allocators give no less for a tensor."""
 FP8_LARGEST = 448.0
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+"""What each code stands for: looked up, ten times as fast as torch's conversion on a CPU."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def workspace_bytes(numel: int) -> int:
-    """At most what decoding a tensor needs beside its result."""
-    return min(numel, PIECE_ELEMENTS) * _WORKSPACE_PER_ELEMENT
+    """At most what decoding needs beside its results, where the largest tensor has so many elements."""
+    return max(min(numel, PIECE_ELEMENTS) * _WORKSPACE_PER_ELEMENT, _LEAST_WORKSPACE) if numel else 0
 
 
 def _align16(nbytes: int) -> int:
@@ -32,7 +37,7 @@ def _align16(nbytes: int) -> int:
 
 
 def as_integers(flat_bytes: Tensor, itemsize: int) -> Tensor:
-    return flat_bytes.view(_INTEGERS[itemsize])
+    return flat_bytes.view(INTEGERS[itemsize])
 
 
 @dataclass(frozen=True)
@@ -68,10 +73,10 @@ def delta_pieces(numel: int, itemsize: int, counts: tuple[int, ...]) -> list[Pie
 
 def apply_delta(out: Tensor, bitmap: Tensor, values: Tensor, itemsize: int) -> None:
     """Overwrite the changed elements of ``out`` (the base's bytes of one piece) in place."""
-    target = as_integers(out, itemsize)
-    shifts = torch.arange(8, dtype=torch.uint8, device=bitmap.device)
-    mask = ((bitmap.unsqueeze(1) >> shifts) & 1).bool().reshape(-1)[: len(target)]
-    target.masked_scatter_(mask, as_integers(values, itemsize))
+    target = as_integers(out, itemsize).numpy()
+    changed = np.unpackbits(bitmap.numpy(), count=len(target), bitorder="little").view(bool)
+    # By position: four to eight times as fast as a mask, in numpy and in torch.
+    target[np.flatnonzero(changed)] = as_integers(values, itemsize).numpy()
 
 
 def fp8_fits(shape: tuple[int, ...], dtype: torch.dtype) -> bool:
@@ -111,5 +116,5 @@ def fp8_pieces(shape: tuple[int, ...]) -> list[Piece]:
 def decode_fp8(out: Tensor, scales: Tensor, codes: Tensor, dtype: torch.dtype) -> None:
     """``out``: the result's bytes of one piece."""
     factor = scales.view(torch.float32).unsqueeze(1)
-    rows = codes.view(torch.float8_e4m3fn).reshape(len(factor), -1)
-    out.view(dtype).reshape(rows.shape).copy_(rows.float() * factor)
+    rows = _E4M3.index_select(0, codes.int()).reshape(len(factor), -1)
+    out.view(dtype).reshape(rows.shape).copy_(rows.mul_(factor))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from teachers import codec
 from teachers.arena import Arena
+from teachers.batches import Encoded, batches
 from teachers.format import StoredTensor, dtype_of, padded
 from teachers.shard import StoredShard
 
@@ -46,9 +47,20 @@ class Source:
     frames: Sequence[int]
     offsets: Mapping[str, int]
 
-    def host(self, key: str, begin: int, end: int) -> list[Tensor]:
-        at = self.offsets[key]
-        return [self.arena.memory[a:b] for a, b in self.arena.spans(self.frames, at + begin, at + end)]
+    def spans(self, begin: int, end: int) -> list[Tensor]:
+        """Bytes of the stored image, in order."""
+        return [self.arena.memory[a:b] for a, b in self.arena.spans(self.frames, begin, end)]
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A base that is on the device itself: a plain teacher's image, which is as the stored one."""
+
+    data: Tensor
+    offsets: Mapping[str, int]
+
+    def spans(self, begin: int, end: int) -> list[Tensor]:
+        return [self.data[begin:end]]
 
 
 class Lane:
@@ -75,59 +87,61 @@ class Lane:
         views: Mapping[str, int],
         image: Tensor,
         source: Source,
-        base: Source | None,
+        base: Source | Resident | None,
+        workspace: Tensor,
     ) -> int:
         """Queue what makes these tensors of an image; returns the bytes that cross to the device.
 
         Args:
             views: offsets of the tensors in the image.
+            workspace: what a GPU decodes with; nobody else uses it until this is done.
         """
         raw: dict[int, tuple[int, int]] = {}
-        decoded: set[int] = set()
-        moved = 0
-        with self.use():
-            for name in names:
-                tensor, at = shard.tensors[name], views[name]
-                if tensor.encoding == "raw":
-                    assert tensor.extent is not None
-                    raw[at] = (source.offsets[tensor.extent], padded(tensor.nbytes))
-                    continue
-                if at in decoded:  # one under two names
-                    continue
-                decoded.add(at)
-                out = image[at : at + tensor.nbytes]
-                if tensor.encoding == "fp8":
-                    moved += self._fp8(tensor, out, source)
-                    continue
+        based: dict[int, tuple[int, int]] = {}
+        encoded: dict[int, tuple[StoredTensor, int]] = {}  # by place: one under two names is decoded once
+        for name in names:
+            tensor, at = shard.tensors[name], views[name]
+            if not tensor.numel:
+                continue
+            if tensor.encoding == "raw":
+                assert tensor.extent is not None
+                raw[at] = (source.offsets[tensor.extent], padded(tensor.nbytes))
+                continue
+            if tensor.encoding != "fp8":
                 assert base is not None
                 assert shard.base is not None
                 theirs = shard.base.tensors[name].extent
                 assert theirs is not None
-                moved += self._pour(base.host(theirs, 0, tensor.nbytes), out)
-                if tensor.encoding == "delta":
-                    moved += self._delta(tensor, out, source)
-            moved += self._raw(raw, image, source)
+                based[at] = (base.offsets[theirs], padded(tensor.nbytes))
+            if tensor.encoding != "same":
+                assert tensor.extent is not None
+                encoded[at] = (tensor, source.offsets[tensor.extent])
+        tensors = (Encoded.of(tensor, at, begin) for at, (tensor, begin) in encoded.items())
+        with self.use():
+            moved = self._copy(raw, image, source)
+            if base is not None:
+                copied = self._copy(based, image, base)
+                moved += copied if isinstance(base, Source) else 0
+            if encoded and self.stream is not None:
+                moved += self.decode_batches(tensors, image, source, workspace)
+            else:
+                moved += self._decode_pieces(tensors, image, source)
         return moved
 
     def take(self, begin: int, end: int, image: Tensor, source: Source) -> int:
         """Queue a span of a plain teacher's image, whose bytes lie in it as they do in pinned memory."""
         with self.use():
-            pieces = [source.arena.memory[a:b] for a, b in source.arena.spans(source.frames, begin, end)]
-            return self._pour(pieces, image[begin:end])
+            return self._pour(source.spans(begin, end), image[begin:end])
 
-    def _raw(self, raw: Mapping[int, tuple[int, int]], image: Tensor, source: Source) -> int:
+    def _copy(self, places: Mapping[int, tuple[int, int]], image: Tensor, source: Source | Resident) -> int:
         """Neighbours on both sides are one copy: a plain teacher in one piece of pinned memory is one in all."""
         runs: list[tuple[int, int, int]] = []
-        for at, (begin, size) in sorted(raw.items()):
+        for at, (begin, size) in sorted(places.items()):
             if runs and runs[-1][0] + runs[-1][2] == at and runs[-1][1] + runs[-1][2] == begin:
                 runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + size)
             else:
                 runs.append((at, begin, size))
-        moved = 0
-        for at, begin, size in runs:
-            spans = source.arena.spans(source.frames, begin, begin + size)
-            moved += self._pour([source.arena.memory[a:b] for a, b in spans], image[at : at + size])
-        return moved
+        return sum(self._pour(source.spans(begin, begin + size), image[at : at + size]) for at, begin, size in runs)
 
     def _pour(self, pieces: Sequence[Tensor], out: Tensor) -> int:
         at = 0
@@ -136,30 +150,35 @@ class Lane:
             at += len(piece)
         return at
 
-    def _stage(self, source: Source, key: str, span: tuple[int, int]) -> Tensor:
-        staged = torch.empty(span[1] - span[0], dtype=torch.uint8, device=self.device)
-        self._pour(source.host(key, *span), staged)
+    def decode_batches(self, tensors: Iterable[Encoded], image: Tensor, source: Source, workspace: Tensor) -> int:
+        """The work of a batch is queued behind that of the one before, which leaves it the workspace."""
+        from teachers import codec_triton
+
+        moved = 0
+        for batch in batches(tensors, len(workspace)):
+            for at, begin, size in batch.copies:
+                moved += self._pour(source.spans(begin, begin + size), workspace[at : at + size])
+            codec_triton.decode(batch, workspace, image)
+        return moved
+
+    def _decode_pieces(self, tensors: Iterable[Encoded], image: Tensor, source: Source) -> int:
+        moved = 0
+        for tensor in tensors:
+            dtype = tensor.kind.dtype
+            for piece in tensor.pieces:
+                head, body = (self._staged(source, tensor.begin, span) for span in (piece.head, piece.body))
+                out = image[tensor.out + piece.start * dtype.itemsize : tensor.out + piece.stop * dtype.itemsize]
+                if tensor.kind.fp8:
+                    codec.decode_fp8(out, head, body, dtype)
+                else:
+                    codec.apply_delta(out, head, body, dtype.itemsize)
+                moved += len(head) + len(body)
+        return moved
+
+    def _staged(self, source: Source, begin: int, span: tuple[int, int]) -> Tensor:
+        staged = torch.empty(span[1] - span[0], dtype=torch.uint8)
+        self._pour(source.spans(begin + span[0], begin + span[1]), staged)
         return staged
-
-    def _delta(self, tensor: StoredTensor, out: Tensor, source: Source) -> int:
-        assert tensor.extent is not None
-        itemsize, moved = dtype_of(tensor.dtype).itemsize, 0
-        for piece in codec.delta_pieces(tensor.numel, itemsize, tensor.counts):
-            bitmap = self._stage(source, tensor.extent, piece.head)
-            values = self._stage(source, tensor.extent, piece.body)
-            codec.apply_delta(out[piece.start * itemsize : piece.stop * itemsize], bitmap, values, itemsize)
-            moved += len(bitmap) + len(values)
-        return moved
-
-    def _fp8(self, tensor: StoredTensor, out: Tensor, source: Source) -> int:
-        assert tensor.extent is not None
-        dtype, moved = dtype_of(tensor.dtype), 0
-        for piece in codec.fp8_pieces(tensor.shape):
-            scales = self._stage(source, tensor.extent, piece.head)
-            codes = self._stage(source, tensor.extent, piece.body)
-            codec.decode_fp8(out[piece.start * dtype.itemsize : piece.stop * dtype.itemsize], scales, codes, dtype)
-            moved += len(scales) + len(codes)
-        return moved
 
     def to_host(self, image: Tensor, arena: Arena, frames: Sequence[int]) -> None:
         """Queue the copy of a plain teacher's image back into pinned memory."""

@@ -2,17 +2,22 @@
 
 An image is one allocation of torch. The one that was evicted last is used again when the sizes are equal (shards of one
 architecture), so that switching neither allocates nor waits for the device's allocator.
+
+All is allocated on a stream of the tier's own, on which nothing is ever queued. torch gives memory that was freed to
+whoever allocates on the same stream, at once: from the trainer's it could be memory that a kernel there has yet to use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+import threading
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from teachers import codec
-from teachers.device import Image
+from teachers.device import Image, Lane, Resident
 from teachers.errors import TierFullError
 from teachers.residency import Residency
 from teachers.shard import StoredShard
@@ -33,10 +38,13 @@ class HbmTier:
         self.device = device
         self._granule = _CUDA_GRANULE if device.type == "cuda" else 1
         encoded = [t.numel for s in shards.values() for t in s.manifest.tensors if t.encoding in ("delta", "fp8")]
-        workspace = codec.workspace_bytes(max(encoded, default=0))
-        if budget <= workspace:
-            raise ValueError(f"an HBM budget of {budget} bytes is less than decoding needs ({workspace})")
-        self.capacity = budget - workspace
+        self.workspace_bytes = codec.workspace_bytes(max(encoded, default=0))
+        if budget <= self.workspace_bytes:
+            raise ValueError(f"an HBM budget of {budget} bytes is less than decoding needs ({self.workspace_bytes})")
+        self.capacity = budget - self.workspace_bytes
+        self._workspace: Tensor | None = None
+        self._decoding = threading.Lock()
+        self._allocator = Lane(device)
         sizes = {name: self._rounded(shard.device_bytes) for name, shard in shards.items()}
         for name, shard in shards.items():
             if sizes[name] > self.capacity:
@@ -57,8 +65,9 @@ class HbmTier:
 
     @property
     def allocated_bytes(self) -> int:
-        """All that is held, spare buffers included."""
-        return sum(image.data.nbytes for image in self.images.values()) + sum(spare.nbytes for spare in self._spare)
+        """All that is held, spare buffers and the workspace included."""
+        workspace = [] if self._workspace is None else [self._workspace]
+        return sum(data.nbytes for data in [*(image.data for image in self.images.values()), *self._spare, *workspace])
 
     def make_room(self, name: str, urgent: bool, keep: Collection[str]) -> list[tuple[str, Image]] | None:
         """Book it, leased until ``loaded`` or ``failed``; what was evicted, or None when it has to wait.
@@ -78,7 +87,30 @@ class HbmTier:
         nbytes = self._rounded(nbytes)
         fitting = [spare for spare in self._spare if spare.nbytes == nbytes][:1]
         self._spare = [] if not fitting else [spare for spare in self._spare if spare is not fitting[0]]
-        return fitting[0] if fitting else torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return fitting[0] if fitting else self._empty(nbytes)
+
+    def _empty(self, nbytes: int) -> Tensor:
+        with self._allocator.use():
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    @contextlib.contextmanager
+    def workspace(self, shard: StoredShard) -> Iterator[Tensor]:
+        """What decoding this one takes, for one caller at a time, who is done with it at the end. Not under the lock of
+        the books. On the CPU it is empty: what is decoded there allocates what it needs."""
+        if shard.is_plain:
+            yield torch.empty(0, dtype=torch.uint8)
+            return
+        with self._decoding:
+            if self._workspace is None:
+                self._workspace = self._empty(self.workspace_bytes if self.device.type == "cuda" else 0)
+            yield self._workspace
+
+    def lease_base(self, shard: StoredShard) -> Resident | None:
+        """Its base, if that is on the device: leased until ``release_base``."""
+        if shard.base is None or shard.base.teacher not in self.ready:
+            return None
+        self.books.lease(shard.base.teacher)
+        return Resident(self.images[shard.base.teacher].data, shard.base.stored_offsets)
 
     def recycle(self, data: Tensor) -> None:
         self._spare.append(data)
@@ -110,3 +142,4 @@ class HbmTier:
         self.ready.clear()
         self.images.clear()
         self._spare.clear()
+        self._workspace = None

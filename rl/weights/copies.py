@@ -1,37 +1,28 @@
 """Copies of the weights beside an engine, and patches applied to them (``rl.weights.delta``).
 
 A version is a directory ``v<version>`` that the engine can load. It is made in ``partial`` and renamed once the
-checksum of every tensor is that of the sender's.
+checksum of every part of every tensor is that of the sender's.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-import zstandard
-from torch import Tensor
+import numpy as np
 
-from rl.weights.delta import (
-    ITEMSIZE,
-    LENGTH,
-    DeltaError,
-    Layout,
-    MappedFiles,
-    PatchHead,
-    Place,
-    TensorHead,
-    aligned,
-    checksum,
-    places,
-)
-from teachers.codec import apply_delta, delta_pieces
+from rl.weights.changes import Bytes, Changes, decode
+from rl.weights.delta import AHEAD_A_THREAD, DeltaError, Layout, Part, PartHead, PatchHead, checksum, parts, threads
+from rl.weights.tensor_files import LENGTH, TensorFiles, places, read_header, write_empty
 
 KEPT = 2
 """Versions: the one that the engine has, and the one that it is to have."""
+SUFFIX = ".safetensors"
+INDEX = f"{SUFFIX}.index.json"
 
 
 class Copies:
@@ -81,88 +72,112 @@ class Copies:
 
 
 class Patching:
-    """One patch on its way. ``close`` it in any case."""
+    """One patch on its way; its parts are applied by threads. ``close`` it in any case."""
 
     def __init__(self, head: PatchHead, base: Path | None, model: Path, partial: Path) -> None:
+        """
+        Raises:
+            DeltaError: its tensors are not those of the base.
+        """
         self.head = head
         self._partial = partial
-        self._missing = {tensor.name: tensor for tensor in head.layout}
+        self._expected = parts(head.layout, head.part_bytes)
+        self._pending: deque[Future[None]] = deque()
         self._stack = ExitStack()
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for path in (base or model).iterdir():
-            if path.is_file() and (base is not None or not _is_weights(path)):
+            if path.is_file() and path.suffix != SUFFIX and (base is not None or not path.name.endswith(INDEX)):
                 shutil.copyfile(path, partial / path.name)
         if base is None:
-            _make_empty(partial / "model.safetensors", head.layout)
-        self._found: dict[str, Place] = places(partial)
-        self._mapped = self._stack.enter_context(MappedFiles(self._found, writable=True))
+            _write_header(partial / f"model{SUFFIX}", head.layout)
+        else:
+            for file in base.glob(f"*{SUFFIX}"):
+                header = read_header(file)
+                write_empty(partial / file.name, header, file.stat().st_size - len(header))
+        self._found = places(partial)
+        if {Layout.of(name, place) for name, place in self._found.items()} != set(head.layout):
+            raise DeltaError(f"the patch's tensors are not those of the copy of version {head.base}")
+        self._base = self._stack.enter_context(TensorFiles(places(base))) if base is not None else None
+        self._copy = self._stack.enter_context(TensorFiles(self._found, writable=True))
+        self._pool = self._stack.enter_context(ThreadPoolExecutor(threads(), "patch"))  # ends before the files close
 
-    def tensor(self, head: TensorHead, body: bytes) -> None:
-        """
+    @property
+    def parts(self) -> int:
+        """That a whole patch has."""
+        return sum(1 for _ in parts(self.head.layout, self.head.part_bytes))
+
+    def part(self, head: PartHead, body: bytes) -> None:
+        """Have the next part applied; returns once few enough are waiting.
+
         Raises:
-            DeltaError: it is not a tensor of the copy, or the result is not what the sender has.
+            DeltaError: it is not the next part, or the result of an earlier one is not what the sender has.
         """
-        layout, place = self._missing.pop(head.name, None), self._found.get(head.name)
-        if layout is None or place is None or (place.dtype, place.shape) != (layout.dtype, layout.shape):
-            raise DeltaError(f"{head.name} as the patch has it is not a tensor of the copy, or comes twice")
-        flat = self._mapped.bytes_of(head.name)
-        _apply(flat, head, place.dtype, body)
-        if (found := checksum(flat)) != head.checksum:
+        part = next(self._expected, None)
+        if part is None or (part.name, part.begin) != (head.name, head.begin):
+            raise DeltaError(f"{head.name} from byte {head.begin} on is not what comes next in the patch: {part}")
+        self._pending.append(self._pool.submit(self._apply, part, head, body))
+        self._wait(AHEAD_A_THREAD * threads())
+
+    def _wait(self, remaining: int) -> None:
+        while len(self._pending) > remaining:
+            self._pending.popleft().result()
+
+    def _apply(self, part: Part, head: PartHead, body: bytes) -> None:
+        if self._base is not None:
+            flat = self._base.read(part.name, part.begin, part.end)
+        elif head.encoding == "full":
+            flat = np.empty(part.end - part.begin, np.uint8)
+        else:
+            raise DeltaError(f"{part.name} comes as changes in a patch that has no base")
+        try:
+            new = decode(Changes(head.encoding, _split(body, head.sizes)), flat, self._found[part.name].itemsize)
+        except ValueError as error:
+            raise DeltaError(f"{part.name} from byte {part.begin} on can't be decoded: {error}") from error
+        self._check(part, head, new)
+        self._copy.write(part.name, part.begin, new)
+
+    def _check(self, part: Part, head: PartHead, new: Bytes) -> None:
+        if (found := checksum(new)) != head.checksum:
             raise DeltaError(
-                f"{head.name} has checksum {found} with the patch applied, the sender's has {head.checksum}"
+                f"{part.name} from byte {part.begin} on has checksum {found} with the patch applied, the sender's has "
+                f"{head.checksum}"
             )
 
     def finish(self) -> Path:
         """
         Raises:
-            DeltaError: tensors are missing.
+            DeltaError: tensors are missing, or see ``part``.
         """
-        if self._missing:
-            raise DeltaError(f"the patch ends without {len(self._missing)} tensors, {next(iter(self._missing))} first")
+        self._wait(0)
+        missing = list(self._expected)
+        if missing:
+            raise DeltaError(f"the patch ends without {len(missing)} parts of tensors, {missing[0]} first")
         self.close()
         return self._partial
 
     def close(self) -> None:
+        for future in self._pending:
+            future.cancel()
         self._stack.close()
 
 
-def _is_weights(path: Path) -> bool:
-    return path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
+def _split(body: bytes, sizes: tuple[int, ...]) -> tuple[bytes, ...]:
+    streams, at = [], 0
+    for size in sizes:
+        streams.append(body[at : at + size])
+        at += size
+    return tuple(streams)
 
 
-def _apply(flat: Tensor, head: TensorHead, dtype: str, body: bytes) -> None:
-    """Make the new bytes of the old ones in place."""
-    if head.encoding == "same":
-        return
-    raw = torch.frombuffer(bytearray(zstandard.ZstdDecompressor().decompress(body)), dtype=torch.uint8)
-    if head.encoding == "full":
-        if len(raw) != len(flat):
-            raise DeltaError(f"{head.name} comes with {len(raw)} bytes, the copy's has {len(flat)}")
-        flat.copy_(raw)
-        return
-    itemsize = ITEMSIZE.get(dtype, 1)
-    target = aligned(flat)
-    for piece in delta_pieces(len(flat) // itemsize, itemsize, head.counts):
-        out = target[piece.start * itemsize : piece.stop * itemsize]
-        apply_delta(out, raw[slice(*piece.head)], raw[slice(*piece.body)], itemsize)
-    if target is not flat:
-        flat.copy_(target)
-
-
-def _make_empty(file: Path, layout: tuple[Layout, ...]) -> None:
+def _write_header(file: Path, layout: tuple[Layout, ...]) -> None:
     """A safetensors file of zeros."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in layout:
-        header[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
-        }
+        offsets = [at, at + tensor.nbytes]
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
         at += tensor.nbytes
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with file.open("wb") as stream:
-        stream.write(LENGTH.pack(len(encoded)) + encoded)
-        stream.truncate(LENGTH.size + len(encoded) + at)
+    write_empty(file, LENGTH.pack(len(encoded)) + encoded, at)

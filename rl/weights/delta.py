@@ -1,38 +1,40 @@
-"""What changed between two versions of the weights, as a stream of frames; and its application to a copy of the older.
+"""What changed between two versions of the weights, as a stream of frames.
 
     frame   8 bytes: length of its head; the head (JSON); the body, of the length that the head says
-    body    of a tensor: nothing where it is the same; else zstd of a bitmap and the changed values, or of all values
+    first   ``PatchHead``, without a body
+    then    one for each part of each tensor (``parts``), in order: ``PartHead``, and the streams of ``rl.weights.changes``
 
-A tensor's head has the xxh3 of its new bytes: the copy is checked tensor by tensor before any engine loads it, which
-finds a base that differs, too. Values are compared as bits, so that the result is exact.
+A tensor is one part, or several of ``PART_BYTES``. A part's head has the xxh3 of its new bytes: the copy is checked part
+by part before any engine loads it, which finds a base that differs, too. Values are compared as bits, so that the result
+is exact. ``rl.weights.copies`` applies the frames.
 """
 
 from __future__ import annotations
 
-import json
-import mmap
-import struct
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, TypeVar
 
-import torch
 import xxhash
-import zstandard
-from pydantic import BaseModel, ConfigDict, ValidationError
-from torch import Tensor
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from teachers.codec import encode_delta
+from rl.weights.changes import Bytes, Encoding, encode
+from rl.weights.tensor_files import LENGTH, Place, TensorFiles, places
 
-ZSTD_LEVEL = 1
-"""What changed in a bf16 value is its last bits, which hardly compress: more effort buys nothing."""
-THREADS = 8
-AHEAD = 32
-"""Tensors that are encoded before the first of them is taken."""
-LENGTH = struct.Struct("<Q")
+PART_BYTES = 2 << 20
+"""Old, new and their difference stay in a core's cache; and it is what threads share a large tensor by."""
+CORES_A_THREAD, MOST_THREADS = 4, 8
+"""Patches are made and applied while engines generate and, often, the trainer trains."""
+AHEAD_A_THREAD = 4
+"""Parts that are finished, or begun, before the first of them is taken: a bound of the memory."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class DeltaError(ValueError):
@@ -50,10 +52,11 @@ class Layout(_Head):
     dtype: str
     """As safetensors names it."""
     shape: tuple[int, ...]
+    nbytes: int
 
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * ITEMSIZE.get(self.dtype, 1)
+    @classmethod
+    def of(cls, name: str, place: Place) -> Layout:
+        return cls(name=name, dtype=place.dtype, shape=place.shape, nbytes=place.nbytes)
 
 
 class PatchHead(_Head):
@@ -61,88 +64,52 @@ class PatchHead(_Head):
 
     version: int
     base: int | None
-    """Version that the patch changes; None: all tensors come whole."""
+    """Version that the patch changes; None: all values come."""
+    part_bytes: Annotated[int, Field(gt=0, multiple_of=8)]
     layout: tuple[Layout, ...]
 
 
-class TensorHead(_Head):
+class PartHead(_Head):
     name: str
-    encoding: Literal["same", "delta", "full"]
-    counts: tuple[int, ...]
-    """Changed values in each piece (``teachers.codec``)."""
+    begin: int
+    """First byte in its tensor."""
+    encoding: Encoding
+    sizes: tuple[Annotated[int, Field(ge=0)], ...]
+    """Bytes of each stream."""
     checksum: str
-    nbytes: int
-    """Of the body."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the body."""
+        return sum(self.sizes)
 
 
-Head = TypeVar("Head", PatchHead, TensorHead)
+Head = TypeVar("Head", PatchHead, PartHead)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor lies in a directory of safetensors files."""
+class Part:
+    """Some of a tensor's bytes."""
 
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
+    name: str
     begin: int
     end: int
 
 
-ITEMSIZE = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2}
-"""Of the dtypes that are compared value by value; others (F8, bool) have one byte."""
+def parts(layout: Iterable[Layout], part_bytes: int) -> Iterator[Part]:
+    """All of these tensors', in order."""
+    for tensor in layout:
+        for begin in range(0, tensor.nbytes, part_bytes):
+            yield Part(tensor.name, begin, min(begin + part_bytes, tensor.nbytes))
 
 
-def places(directory: Path) -> dict[str, Place]:
-    """Every tensor of an HF directory, by name.
-
-    Raises:
-        FileNotFoundError: it has no safetensors file.
-    """
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{directory} holds no safetensors file")
-    found: dict[str, Place] = {}
-    for file in files:
-        with file.open("rb") as stream:
-            (length,) = LENGTH.unpack(stream.read(LENGTH.size))
-            header = json.loads(stream.read(length))
-        data = LENGTH.size + length
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = (data + offset for offset in entry["data_offsets"])
-                found[name] = Place(file, entry["dtype"], tuple(entry["shape"]), begin, end)
-    return found
+def threads() -> int:
+    """That one patch may keep busy."""
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // CORES_A_THREAD))
 
 
-class MappedFiles:
-    """Safetensors files as flat bytes; a context manager. Written to only if ``writable``."""
-
-    def __init__(self, found: dict[str, Place], writable: bool = False) -> None:
-        self._found = found
-        self._writable = writable
-        self._maps: dict[Path, Tensor] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> MappedFiles:
-        for file in {place.file for place in self._found.values()}:
-            stream = self._stack.enter_context(file.open("r+b" if self._writable else "rb"))
-            # A private map: torch wants memory that may be written, and reading changes nothing.
-            access = mmap.ACCESS_WRITE if self._writable else mmap.ACCESS_COPY
-            self._maps[file] = torch.frombuffer(mmap.mmap(stream.fileno(), 0, access=access), dtype=torch.uint8)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._maps.clear()  # the maps end with the tensors over them
-        self._stack.close()
-
-    def bytes_of(self, name: str) -> Tensor:
-        place = self._found[name]
-        return self._maps[place.file][place.begin : place.end]
-
-
-def checksum(flat: Tensor) -> str:
-    return xxhash.xxh3_64_hexdigest(flat.numpy())
+def checksum(data: Bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(data.data)
 
 
 def patch(new: Path, version: int, old: Path | None = None, base: int | None = None) -> Iterator[bytes]:
@@ -153,54 +120,54 @@ def patch(new: Path, version: int, old: Path | None = None, base: int | None = N
     """
     fresh = places(new)
     before = places(old) if old is not None else None
-    if before is not None and {n: (p.dtype, p.shape) for n, p in fresh.items()} != {
-        n: (p.dtype, p.shape) for n, p in before.items()
-    }:
+    layout = tuple(Layout.of(name, place) for name, place in fresh.items())
+    if before is not None and {Layout.of(name, place) for name, place in before.items()} != set(layout):
         raise DeltaError(f"{new} and {old} do not hold the same tensors")
-    layout = tuple(Layout(name=name, dtype=place.dtype, shape=place.shape) for name, place in fresh.items())
-    head = PatchHead(version=version, base=base if before is not None else None, layout=layout)
-    yield _frame(head, b"")
+    head = PatchHead(version=version, base=base if before is not None else None, part_bytes=PART_BYTES, layout=layout)
+    yield _frame(head)
     with ExitStack() as stack:
-        values = stack.enter_context(MappedFiles(fresh))
-        older = stack.enter_context(MappedFiles(before)) if before is not None else None
+        values = stack.enter_context(TensorFiles(fresh))
+        older = stack.enter_context(TensorFiles(before)) if before is not None else None
 
-        def frame(tensor: Layout) -> bytes:
-            old_bytes = older.bytes_of(tensor.name) if older is not None else None
-            return _tensor_frame(tensor, values.bytes_of(tensor.name), old_bytes)
+        def frame(part: Part) -> bytes:
+            return _part_frame(part, fresh[part.name].itemsize, values, older)
 
-        pool = stack.enter_context(ThreadPoolExecutor(THREADS))
-        for first in range(0, len(layout), AHEAD):  # bounded, or all frames would wait in memory for a slow receiver
-            yield from pool.map(frame, layout[first : first + AHEAD])
+        yield from _in_order(frame, parts(layout, PART_BYTES))
 
 
-def _tensor_frame(tensor: Layout, new: Tensor, old: Tensor | None) -> bytes:
-    encoding, counts, body = _encode(new, old, tensor.dtype)
-    packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(body.numpy()) if len(body) else b""
-    head = TensorHead(name=tensor.name, encoding=encoding, counts=counts, checksum=checksum(new), nbytes=len(packed))
-    return _frame(head, packed)
+def _part_frame(part: Part, itemsize: int, values: TensorFiles, older: TensorFiles | None) -> bytes:
+    new = values.read(part.name, part.begin, part.end)
+    old = older.read(part.name, part.begin, part.end) if older is not None else None
+    changes = encode(new, old, itemsize)
+    head = PartHead(
+        name=part.name,
+        begin=part.begin,
+        encoding=changes.encoding,
+        sizes=tuple(map(len, changes.streams)),
+        checksum=checksum(new),
+    )
+    return _frame(head, *changes.streams)
 
 
-def _encode(
-    new: Tensor, old: Tensor | None, dtype: str
-) -> tuple[Literal["same", "delta", "full"], tuple[int, ...], Tensor]:
-    if old is None:
-        return "full", (), new
-    if torch.equal(new, old):
-        return "same", (), new[:0]
-    encoded, counts = encode_delta(aligned(new), aligned(old), ITEMSIZE.get(dtype, 1))
-    if len(encoded) >= len(new):
-        return "full", (), new
-    return "delta", counts, encoded
+def _in_order(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Results of some threads, in the items' order."""
+    pending: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(threads(), "patch") as pool:
+        try:
+            for item in items:
+                pending.append(pool.submit(work, item))
+                if len(pending) > AHEAD_A_THREAD * threads():
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:  # of one that failed, or that nobody wants any more
+                future.cancel()
 
 
-def aligned(flat: Tensor) -> Tensor:
-    """Its bytes at an address that any dtype can be viewed at; a file's data may begin anywhere."""
-    return flat if flat.data_ptr() % 8 == 0 else flat.clone()
-
-
-def _frame(head: _Head, body: bytes) -> bytes:
+def _frame(head: _Head, *body: bytes) -> bytes:
     encoded = head.model_dump_json().encode()
-    return LENGTH.pack(len(encoded)) + encoded + body
+    return b"".join((LENGTH.pack(len(encoded)), encoded, *body))
 
 
 def parse_head(raw: bytes, kind: type[Head]) -> Head:

@@ -18,7 +18,8 @@ from pathlib import Path
 from aiohttp import StreamReader, web
 
 from rl.weights.copies import Copies, Patching
-from rl.weights.delta import LENGTH, DeltaError, Head, PatchHead, TensorHead, parse_head
+from rl.weights.delta import DeltaError, Head, PartHead, PatchHead, parse_head
+from rl.weights.tensor_files import LENGTH
 
 COPIES = web.AppKey("copies", Copies)
 LOCK = web.AppKey("lock", asyncio.Lock)
@@ -36,10 +37,10 @@ async def take_patch(request: web.Request) -> web.Response:
         try:
             head = await _head(request.content, PatchHead)
             patching = await asyncio.to_thread(copies.patching, head)
-            for _ in head.layout:
-                tensor = await _head(request.content, TensorHead)
-                body = await request.content.readexactly(tensor.nbytes)
-                await asyncio.to_thread(patching.tensor, tensor, body)
+            for _ in range(patching.parts):
+                part = await _head(request.content, PartHead)
+                body = await request.content.readexactly(part.nbytes)
+                await asyncio.to_thread(patching.part, part, body)
             directory = await asyncio.to_thread(copies.add, patching)
         except DeltaError as error:
             return web.json_response({"error": str(error)}, status=409)
@@ -47,7 +48,7 @@ async def take_patch(request: web.Request) -> web.Response:
             return web.json_response({"error": f"the patch was cut off: {error}"}, status=400)
         finally:
             if patching is not None:
-                patching.close()
+                await asyncio.to_thread(patching.close)
     return web.json_response({"version": head.version, "directory": str(directory)})
 
 

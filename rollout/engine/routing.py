@@ -127,3 +127,54 @@ class Router:
             yield
         finally:
             self._in_flight[server] -= 1
+
+
+class Routes:
+    """The routers of a fleet: one of the servers that generate, one of those that only prefill, where these are apart.
+    Servers are known by their index in the fleet."""
+
+    def __init__(self, generating: Sequence[int], prefill: Sequence[int] = ()) -> None:
+        self.generating, self.prefill = tuple(generating), tuple(prefill)
+        self._kinds = [(kind, Router(len(kind))) for kind in (self.generating, self.prefill) if kind]
+
+    @property
+    def kinds(self) -> Sequence[Sequence[int]]:
+        """Of servers; a request needs one of each."""
+        return [kind for kind, _ in self._kinds]
+
+    def pick(self, session: str, token_ids: Sequence[int] = ()) -> tuple[int, ...] | None:
+        """The session's server of each kind; None where one kind has no healthy one."""
+        picked = []
+        for kind, router in self._kinds:
+            if (slot := router.pick(session, token_ids)) is None:
+                return None
+            picked.append(kind[slot])
+        return tuple(picked)
+
+    def end_session(self, session: str) -> None:
+        for _, router in self._kinds:
+            router.end_session(session)
+
+    def set_healthy(self, server: int, healthy: bool) -> None:
+        """See ``Router.set_healthy``."""
+        router, slot = self._of(server)
+        router.set_healthy(slot, healthy)
+
+    def forget_cache(self, server: int) -> None:
+        """See ``Router.forget_cache``."""
+        router, slot = self._of(server)
+        router.forget_cache(slot)
+
+    def in_flight(self, server: int) -> int:
+        """Requests that it has now."""
+        router, slot = self._of(server)
+        return router.in_flight[slot]
+
+    def request(self, server: int) -> contextlib.AbstractContextManager[None]:
+        """See ``Router.request``."""
+        router, slot = self._of(server)
+        return router.request(slot)
+
+    def _of(self, server: int) -> tuple[Router, int]:
+        kind, router = next(each for each in self._kinds if server in each[0])
+        return router, kind.index(server)

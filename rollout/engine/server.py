@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from rollout.engine.config import EngineConfig
 from rollout.engine.launch import ServerSpec
 from rollout.engine.launcher import Launched, Launcher
+from rollout.engine.pd import Rendezvous, rendezvous
 from rollout.engine.protocol import EngineError, EngineLost, Sampling
 from rollout.engine.sglang import SGLangEngine
 from rollout.engine.sglang_http import Timeouts
@@ -40,6 +42,7 @@ class Server:
         self._say = say
         self._experts_shape = experts_shape
         self._ending = asyncio.Lock()
+        self._rng = random.Random()
 
     @property
     def name(self) -> str:
@@ -52,6 +55,11 @@ class Server:
         if self.client is None:
             raise EngineLost(f"{self.name} is not running")
         return self.client
+
+    def rendezvous(self) -> Rendezvous:
+        """Where a request to this prefill server meets its decode server: a new one each time."""
+        assert self.spec.bootstrap_port is not None, "a prefill server has a bootstrap port"
+        return rendezvous(self.engine.url, self.spec.bootstrap_port, self._rng)
 
     async def bring_up(self, model_dir: Path, weight_version: int) -> None:
         """Launch it and wait for its first token.

@@ -6,9 +6,11 @@ import os
 import signal
 import socket
 import sys
+from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rollout.engine import launcher as launcher_module
@@ -16,6 +18,7 @@ from rollout.engine.config import EngineConfig
 from rollout.engine.fleet import UNKNOWN, EngineFleet
 from rollout.engine.protocol import EngineError, EngineLost, Sampling
 from rollout.engine.recovery import Phase, RecoveryConfig
+from rollout.engine.sglang import SGLangEngine
 from rollout.engine.sglang_weights import PauseMode
 from rollout.processes import ProcessError, ProcessRegistry, free_port
 from tests.engine.conftest import until, until_received
@@ -114,6 +117,23 @@ def test_sessions_stay_on_their_server(make_fleet, registry):
     assert len(set(servers)) == 2
     assert registry.processes == ()
     assert any("engine-1 serves http://127.0.0.1:" in message for message in messages)
+
+
+def test_scores_are_asked_of_the_server_with_least_to_do(make_fleet, monkeypatch):
+    async def run():
+        asked = []
+        async with started(make_fleet(("serves", "serves"))) as fleet:
+
+            async def score(engine, token_ids, placement):
+                asked.append(engine.url)
+                await asyncio.sleep(0.1)
+                return np.zeros(len(token_ids), np.float32)
+
+            monkeypatch.setattr(SGLangEngine, "score", score)
+            await asyncio.gather(*(fleet.score([1, 2]) for _ in range(4)))
+        assert sorted(Counter(asked).values()) == [2, 2]
+
+    asyncio.run(run())
 
 
 def test_death_at_start_is_told_with_its_log_and_stops_the_others(make_fleet, registry):
@@ -243,7 +263,7 @@ def test_a_suspect_is_asked_at_once(make_fleet):
 
     async def run():
         async with started(make_fleet(recovery=RecoveryConfig(heartbeat_interval_s=3600))) as fleet:
-            fleet._apply(fleet._recovery.suspected(0))
+            fleet.supervisor.suspected(0)
             assert list(fleet.engines) == []
             await phase_is(fleet, "engine-0", Phase.SERVING)
 
@@ -301,7 +321,7 @@ def test_who_waits_for_a_server_is_told_that_the_fleet_itself_failed(make_fleet,
             async def fails(server):
                 raise RuntimeError("no such thing")
 
-            monkeypatch.setattr(fleet, "_restart", fails)
+            monkeypatch.setattr(fleet.supervisor, "_restart", fails)
             os.kill(fleet.processes["engine-0"].pid, signal.SIGKILL)
             with pytest.raises(EngineError, match=r"task engine-0-start failed: RuntimeError.*no such thing"):
                 await until_no_longer_lost(fleet)

@@ -1,6 +1,6 @@
 import contextlib
 
-from rollout.engine.routing import MAX_IMBALANCE, PrefixIndex, Router
+from rollout.engine.routing import MAX_IMBALANCE, PrefixIndex, Router, Routes
 
 
 def test_a_session_stays_and_new_ones_go_where_least_is_done():
@@ -78,3 +78,24 @@ def test_remembered_prefixes_are_bounded():
     prefixes.add([5, 6], 1)
     assert prefixes.shared([1, 2]) == {}  # its first block was the oldest of four
     assert prefixes.shared([5, 6, 7]) == {1: 2}
+
+
+def test_a_request_to_servers_apart_needs_one_of_each_kind_by_their_index_in_the_fleet():
+    routes = Routes(generating=[2, 3], prefill=[0, 1])
+    assert routes.kinds == [(2, 3), (0, 1)]
+    assert [routes.pick(session) for session in ("a", "b")] == [(2, 0), (3, 1)]
+    routes.set_healthy(2, False)
+    assert routes.pick("a") == (3, 0)
+    routes.set_healthy(0, False)
+    routes.set_healthy(1, False)
+    assert routes.pick("a") is None
+    routes.set_healthy(1, True)
+    assert routes.pick("a") == (3, 1)
+
+
+def test_requests_are_counted_for_each_server_of_a_fleet():
+    routes = Routes(generating=[0, 1])
+    with routes.request(1):
+        assert [routes.in_flight(server) for server in (0, 1)] == [0, 1]
+        assert routes.pick("a") == (0,)
+    assert routes.in_flight(1) == 0

@@ -111,7 +111,7 @@ def fleet(running):
     """With both servers in the router's list."""
 
     async def whole():
-        return running.fleet._in_front.complete and len(await workers(running.fleet)) == 2
+        return running.fleet.supervisor.in_front.complete and len(await workers(running.fleet)) == 2
 
     running.run(until(whole, 120))
     return running.fleet
@@ -142,7 +142,7 @@ async def in_flight(fleet, request_id):
 
 
 async def workers(fleet):
-    return await fleet._in_front._client.workers()
+    return await fleet.supervisor.in_front._client.workers()
 
 
 def test_sessions_keep_the_server_that_has_their_prefix(running, fleet):
@@ -207,12 +207,12 @@ def test_a_hung_server_is_left_out_and_its_request_ends(running, fleet):
 def test_a_router_that_dies_is_started_again_with_the_same_servers(running, fleet):
     async def run():
         request, *_ = await in_flight(fleet, "unrouted")
-        first = fleet._in_front.pid
+        first = fleet.supervisor.in_front.pid
         os.kill(first, signal.SIGKILL)
         with pytest.raises(EngineLost):
             await asyncio.wait_for(request, 60)
         answer = await asyncio.wait_for(fleet.generate([7], ONE_TOKEN, "after", session="long"), 120)
-        assert fleet._in_front.pid != first
+        assert fleet.supervisor.in_front.pid != first
         return answer, fleet.states()
 
     answer, states = running.run(run())

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl.weights.copies import Copies
-from rl.weights.delta import LENGTH, DeltaError, PatchHead, TensorHead, parse_head, patch, places
+from rl.weights.delta import DeltaError, PartHead, PatchHead, parse_head, patch
+from rl.weights.tensor_files import LENGTH, places
 
 SHAPES = {"a.weight": (64, 33), "b.weight": (7,), "c.scale": (5,), "d.bias": (1, 1)}
 
@@ -40,7 +41,7 @@ def apply(copies, frames):
     patching = copies.patching(head)
     try:
         for frame in frames:
-            patching.tensor(*split(frame, TensorHead))
+            patching.part(*split(frame, PartHead))
         return copies.add(patching)
     finally:
         patching.close()
@@ -118,7 +119,7 @@ def test_a_missing_base_and_missing_tensors_are_refused(tmp_path):
     copies = Copies(tmp_path / "copies", tmp_path / "v0", 0)
     with pytest.raises(DeltaError, match=r"against version 7, here are \[0\]"):
         apply(copies, patch(tmp_path / "new", 8, tmp_path / "v0", 7))
-    with pytest.raises(DeltaError, match="ends without 1 tensors"):
+    with pytest.raises(DeltaError, match="ends without 1 parts"):
         apply(copies, list(patch(tmp_path / "new", 1, tmp_path / "v0", 0))[:-1])
     assert list(copies.versions) == [0]
 
