@@ -6,7 +6,7 @@ Held by SGLang itself later, where the models are loaded: ``arg_groups/parallel_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ def problems(config: EngineConfig) -> Iterator[str]:
     servers = sum(config.servers_of(role) for role in config.roles)
     if config.port is not None and config.port + servers > MAX_PORT + 1:
         yield f"port {config.port} leaves no ports for {servers} servers"
-    extra = {name.replace("_", "-"): value for name, value in config.extra_args.items()}
+    extra = _with_dashes(config.extra_args)
     twice = sorted((arguments(config, Path(), 0, 0).keys() | OWN_ARGUMENTS) & extra.keys())
     if twice:
         yield f"extra_args sets {twice}, which other keys of engine set"
@@ -47,8 +47,15 @@ def problems(config: EngineConfig) -> Iterator[str]:
         yield from router_settings.problems(config)
     if config.disaggregation is not None:
         yield from _disaggregation_problems(config, config.disaggregation, servers)
+        if config.hisparse is not None:
+            prefill = _with_dashes(config.extra_args | config.disaggregation.prefill.extra_args)
+            yield from hisparse.transfer_problems(config.disaggregation.transfer_backend, config.kv_dtype, prefill)
     elif config.hisparse is not None:
         yield from _hisparse_problems(config, config.hisparse, extra)
+
+
+def _with_dashes(arguments: Mapping[str, Argument]) -> dict[str, Argument]:
+    return {name.replace("_", "-"): value for name, value in arguments.items()}
 
 
 def _parallel_problems(config: EngineConfig) -> Iterator[str]:

@@ -12,16 +12,21 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import Field
 
+from rollout.engine.disaggregation import Role
 from rollout.engine.settings import Argument, Settings
 
 PAGE_TOKENS = 64
 """Tokens a page of the KV pool of a DSA model has on CUDA."""
 KV_DTYPES = ("auto", "bfloat16", "fp8_e4m3")
 BACKENDS = {"bfloat16": ("flashmla_sparse",), "fp8_e4m3": ("flashmla_kv", "flashinfer_sparse_mla")}
-"""Attention kernels that read the hot buffers, by KV dtype."""
+"""Attention kernels that read the hot buffers, by KV dtype; SGLang's own choice first."""
+KERNELS = ("dsa-prefill-backend", "dsa-decode-backend")
+TO_HOST = ("mooncake", "mooncake_tcp", "nixl")
+"""Ways to send KV caches that can end in host memory; mori and Ascend register it as a device's."""
 EXCLUDED = {
     "enable-mixed-chunk": "a batch that mixes prefill and decode has no hot buffers",
     "disaggregation-decode-enable-radix-cache": "the decode server keeps no prefixes with HiSparse",
+    "disaggregation-decode-extra-slots": "requests beyond max_running_requests would hold hot buffers, too",
     "enable-hierarchical-cache": "HiCache stands on the radix cache, which HiSparse forbids",
     "speculative-adaptive": "the swap state has a fixed size",
     "enable-kv-cache-sharding": "every rank holds all of a request's KV",
@@ -55,6 +60,13 @@ class HiSparseConfig(Settings):
         """GPU tokens that a running request holds once it is as long as its buffer: that and a page for new tokens."""
         return self.device_buffer_size + PAGE_TOKENS
 
+    @property
+    def needed_tokens(self) -> int:
+        """GPU tokens that must be there for each running request. Where its next token begins a page, SGLang wants one
+        free, though HiSparse takes none, and else takes requests back: that ends a decode server (its pool can't copy
+        KV out, ``HiSparseDSATokenToKVPool.get_cpu_copy``)."""
+        return self.buffer_tokens + PAGE_TOKENS
+
 
 def problems(
     hisparse: HiSparseConfig, kv_dtype: str, max_running: int, max_total: int | None, extra: Mapping[str, Argument]
@@ -80,13 +92,55 @@ def problems(
     if int(extra.get("speculative-eagle-topk", 1)) != 1:
         yield "extra_args.speculative-eagle-topk must be 1 with hisparse (no trees of drafts): change one of the two"
     yield from _backend_problems(kv_dtype, extra)
-    if max_total is not None and max_running * hisparse.buffer_tokens > max_total:
+    needed = hisparse.needed_tokens
+    if max_total is not None and max_running * needed > max_total:
         yield (
-            f"max_running_requests={max_running} hot buffers of {hisparse.buffer_tokens} tokens are "
-            f"{max_running * hisparse.buffer_tokens} tokens, more than max_total_tokens={max_total}; SGLang dies when "
-            f"one finds no room: set max_running_requests to {max_total // hisparse.buffer_tokens} at most, or raise "
+            f"max_running_requests={max_running} hot buffers of {hisparse.buffer_tokens} tokens, and a free page of "
+            f"{PAGE_TOKENS} for each, are {max_running * needed} tokens, more than max_total_tokens={max_total}; "
+            f"SGLang dies when one finds no room: set max_running_requests to {max_total // needed} at most, or raise "
             "max_total_tokens"
         )
+
+
+def transfer_problems(transfer_backend: str, kv_dtype: str, prefill_extra: Mapping[str, Argument]) -> Iterator[str]:
+    """What keeps a prefill server's KV cache from arriving in a decode server's host pool.
+
+    Args:
+        prefill_extra: further arguments of the prefill servers, names with dashes.
+    """
+    if transfer_backend not in TO_HOST:
+        yield (
+            f"disaggregation.transfer_backend={transfer_backend} can't write to the host pool of a decode server with "
+            f"hisparse: use one of {', '.join(TO_HOST)}, or set hisparse to null"
+        )
+    if kv_dtype == "fp8_e4m3":
+        for name in KERNELS:
+            kernel = prefill_extra.get(name)
+            if kernel is not None and kernel not in BACKENDS[kv_dtype]:
+                yield (
+                    f"disaggregation.prefill: extra_args.{name}={kernel} stores fp8 in another layout than HiSparse's "
+                    f"kernels on the decode server read: use one of {', '.join(BACKENDS[kv_dtype])}, or leave it out"
+                )
+
+
+def apart_arguments(role: Role, kv_dtype: str, extra: Mapping[str, Argument]) -> dict[str, Argument]:
+    """What a server needs beside, where the decode servers run HiSparse.
+
+    A decode server's requests each take a hot buffer as soon as their KV cache is there, so none may wait beyond those
+    that run (SGLang lets up to twice as many; aborted while they wait, 0.5.16 never frees their buffers). What a
+    prefill server stores is written into the host pool as it is, so both must store alike: left to themselves, on
+    Blackwell, they would not (fp8 for auto; and fp8 without scales, trtllm's, on the prefill server).
+
+    Args:
+        extra: the server's further arguments; what they say stays.
+    """
+    options: dict[str, Argument] = {"kv-cache-dtype": "bfloat16"} if kv_dtype == "auto" else {}
+    if role == "decode":
+        return options | {"disaggregation-decode-extra-slots": 0}
+    if kv_dtype == "fp8_e4m3":
+        named = {name.replace("_", "-") for name in extra}
+        options |= {name: BACKENDS[kv_dtype][0] for name in KERNELS if name not in named}
+    return options
 
 
 def model_problems(hisparse: HiSparseConfig, index_topk: int | None, model_type: str) -> Iterator[str]:
@@ -105,8 +159,7 @@ def _too_small(size: int, needed: str) -> str:
 
 
 def _backend_problems(kv_dtype: str, extra: Mapping[str, Argument]) -> Iterator[str]:
-    for phase in ("prefill", "decode"):
-        name = f"dsa-{phase}-backend"
+    for name in KERNELS:
         backend = extra.get(name)
         fitting = [dtype for dtype, backends in BACKENDS.items() if backend in backends]
         if backend is None or kv_dtype in fitting:

@@ -187,6 +187,8 @@ def _placement(spec: ServerSpec, config: EngineConfig) -> dict[str, Argument]:
     if apart is None:
         return options
     options |= {"disaggregation-mode": spec.role, "disaggregation-transfer-backend": apart.transfer_backend}
+    if config.hisparse is not None:
+        options |= hisparse.apart_arguments(spec.role, config.kv_dtype, spec.settings.extra_args)
     if config.device == "cpu" and spec.role == "decode":
         options["disaggregation-decode-retraction-backup"] = "cpu_tensor"  # by default in memory that CUDA pins
     if spec.bootstrap_port is not None:

@@ -54,6 +54,7 @@ def model_dir(tmp_path):
         ({"hisparse": {"device_buffer": 1}}, "Extra inputs"),
         ({"hicache": {"ratio": 2.0}}, "hicache keeps what the prefix cache evicts, but prefix_cache is false"),
         ({"extra_args": {"enable_mixed_chunk": True}}, "extra_args.enable-mixed-chunk does not go with hisparse"),
+        ({"extra_args": {"disaggregation-decode-extra-slots": 8}}, "decode-extra-slots does not go with hisparse"),
         ({"extra_args": {"dcp-size": 2}}, "extra_args.dcp-size does not go with hisparse"),
         ({"extra_args": {"speculative-eagle-topk": 4}}, "speculative-eagle-topk must be 1 with hisparse"),
         (
@@ -65,6 +66,7 @@ def model_dir(tmp_path):
             {"max_total_tokens": 131_072, "max_running_requests": 64},
             "max_running_requests=64 hot buffers of 4160 .* more than max_total_tokens=131072; .* to 31 at most",
         ),
+        ({"max_total_tokens": 32 * 4160, "max_running_requests": 32}, "a free page of 64 for each, are 135168 tokens"),
     ],
 )
 def test_hisparse_refuses(values, message):
@@ -161,6 +163,22 @@ def test_prefill_servers_keep_prefixes_and_decode_servers_run_hisparse(model_dir
     assert "--disable-radix-cache" not in prefill
 
 
+def test_a_decode_server_holds_no_more_requests_than_run_and_both_store_alike(model_dir):
+    """Left to itself SGLang would let requests wait that hold hot buffers, and on Blackwell have the prefill server
+    store fp8 in a layout of its own."""
+    prefill, decode = (flags(apart(kv_dtype="fp8_e4m3"), index, model_dir()) for index in range(2))
+    assert decode["--disaggregation-decode-extra-slots"] == "0"
+    assert "--disaggregation-decode-extra-slots" not in prefill
+    assert (prefill["--dsa-prefill-backend"], prefill["--dsa-decode-backend"]) == ("flashmla_kv", "flashmla_kv")
+    chosen = apart(kv_dtype="fp8_e4m3", extra_args={"dsa_prefill_backend": "flashinfer_sparse_mla"})
+    line = command(chosen, model_dir(), 7000, index=0)
+    assert line.count("--dsa-prefill-backend") == 1
+    assert line[line.index("--dsa-decode-backend") + 1] == "flashmla_kv"
+    left = apart()
+    assert {flags(left, index, model_dir())["--kv-cache-dtype"] for index in range(2)} == {"bfloat16"}
+    assert "--kv-cache-dtype" not in flags(apart(hisparse=None), 0, model_dir())
+
+
 def test_the_two_roles_on_the_same_gpus():
     config = apart(memory_fraction=0.4, hisparse=None, disaggregation={"share_gpus": True})
     assert [spec.first_gpu for spec in server_specs(config)] == [0, 0]
@@ -182,6 +200,17 @@ def test_the_two_roles_on_the_same_gpus():
         ),
         ({"kv_dtype": "fp8_e5m2"}, "engine.disaggregation.decode: .*kv_dtype=fp8_e5m2"),
         ({"disaggregation": {"transfer_backend": "carrier"}}, "transfer_backend"),
+        (
+            {"disaggregation": {"transfer_backend": "mori"}},
+            "transfer_backend=mori can't write to the host pool .* one of mooncake, mooncake_tcp, nixl, or set",
+        ),
+        (
+            {
+                "kv_dtype": "fp8_e4m3",
+                "disaggregation": {"prefill": {"extra_args": {"dsa_prefill_backend": "trtllm"}}},
+            },
+            "dsa-prefill-backend=trtllm stores fp8 in another layout .* one of flashmla_kv, flashinfer_sparse_mla",
+        ),
     ],
 )
 def test_disaggregation_refuses(values, message):
