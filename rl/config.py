@@ -238,6 +238,25 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _no_gpu_is_given_twice(self) -> Self:
+        """Ray gives GPUs to the trainer's ranks, and to servers that it places; other servers take the first ones."""
+        placement = self.engine.placement
+        if self.engine.device != "cuda" or not self.trainer.gpus_per_rank:
+            return self
+        if self.cluster.colocated and placement == "ray":
+            raise ValueError(
+                "engine.placement=ray gives the servers GPUs of their own, but with cluster.colocated=true they share "
+                "the trainer's: set engine.placement=local"
+            )
+        if not self.cluster.colocated and placement == "local":
+            raise ValueError(
+                "engine.placement=local starts the servers on this machine's first GPUs, which Ray also gives to the "
+                "trainer's ranks: set engine.placement=ray, so that each has its own, or take cluster=colocated, where "
+                "they share them in turns"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _fits_the_context(self) -> Self:
         for name, task in self.tasks.items():
             if task.max_tokens >= self.engine.context_length:

@@ -6,7 +6,8 @@ import pytest
 
 from rl.commands.exits import EXIT_BAD_CONFIG
 from rl.commands.train import main
-from rl.config import ConfigError, FreshModel
+from rl.compose import compose_config
+from rl.config import ConfigError, FreshModel, check
 from rl.fresh_model import create_model
 from rl.serving import check_top_logprobs
 from rollout.engine import arguments, disaggregation, router_settings
@@ -72,3 +73,21 @@ def test_more_likeliest_tokens_than_there_are(model_dir):
     check_top_logprobs(model_dir, vocabulary)
     with pytest.raises(ConfigError, match=f"rollout_top_k={vocabulary + 1}, but the vocabulary of .* has {vocabulary}"):
         check_top_logprobs(model_dir, vocabulary + 1)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "placement", "said"),
+    [
+        ("gpu", "local", "engine.placement=local starts the servers on this machine's first GPUs"),
+        ("colocated", "ray", "with cluster.colocated=true they share the trainer's: set engine.placement=local"),
+    ],
+)
+def test_a_gpu_that_two_would_take(capsys, tmp_path, cluster, placement, said):
+    where = (f"cluster={cluster}", f"engine.placement={placement}", f"publish.directory={tmp_path}")
+    assert said in refused(capsys, "engine=gpu", "engine.context_length=256", *where, f"run_dir={tmp_path / 'run'}")
+
+
+@pytest.mark.parametrize(("cluster", "placement"), [("gpu", "ray"), ("colocated", "local")])
+def test_the_configs_for_gpus_place_servers_where_no_other_is(cluster, placement):
+    overrides = ["+stage=agent_rl", "engine=gpu", "engine.context_length=256", f"cluster={cluster}"]
+    assert check(compose_config([*overrides, "publish.directory=/shared"])).engine.placement == placement
