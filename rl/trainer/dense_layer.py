@@ -185,7 +185,6 @@ class DenseLayer(TransformerLayer):
         if packing.rotation is None:
             half = angles[:, 0, 0, : angles.size(-1) // 2]
             packing.rotation = torch.complex(half.cos(), half.sin())
-        packing.only_read = self.ends_model
         read = packing.read if self.ends_model else None
         shape = Shape(config.num_query_groups, config.layernorm_epsilon, self.self_attention.core_attention.scale)
         return Layer.apply(x, packing.rotation, weights, buffers, shape, packing, read)

@@ -98,8 +98,6 @@ class Packing(PackedSeqParams):
     """The same as complex numbers, where layers rotate by multiplying those."""
     read: Int[Tensor, " local_scored"] | None = None
     """The layout's ``scored``: positions whose last hidden state is read."""
-    only_read: bool = False
-    """Whether the last layer has left no other ones; it says so."""
 
     def in_order(self, outputs: Sequence[Shaped[Tensor, "bucket_tokens ..."]]) -> Shaped[Tensor, "local ..."]:
         """Of all tokens, from the outputs of the buckets."""
@@ -128,8 +126,9 @@ class Layout:
     """Tokens of this context-parallel rank, padding included."""
 
     def read(self, hidden: Shaped[Tensor, "positions hidden"]) -> Shaped[Tensor, "local_scored hidden"]:
-        """The rows of the last hidden state at ``scored``."""
-        return hidden if self.packing.only_read else hidden.index_select(0, self.scored)
+        """The rows of the last hidden state at ``scored``, also where the last layer went on with those alone: the
+        positions are ascending, so that as many rows as there are of them are theirs."""
+        return hidden if len(hidden) == len(self.scored) else hidden.index_select(0, self.scored)
 
 
 def padded_tokens(tokens: int, context: int, multiple: int) -> int:

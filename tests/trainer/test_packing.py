@@ -45,6 +45,18 @@ def test_every_token_is_predicted_from_its_predecessor(lengths, context, multipl
     assert set(range(len(tokens))) - set(layout.predicted.tolist()) == first
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=8), st.sampled_from([1, 2, 4]), st.data())
+def test_the_same_states_are_read_of_all_and_of_those_that_are_read(lengths, context, data):
+    scored = torch.tensor(data.draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths))), dtype=bool)
+    for rank in range(context):
+        _, _, layout = lay_out(lengths, context=context, context_rank=rank, scored=scored)
+        hidden = torch.arange(layout.local)[:, None]
+        read = layout.read(hidden)
+        assert torch.equal(read[:, 0], layout.scored)
+        assert torch.equal(layout.read(read), read)  # a last layer may have left no others
+
+
 class _OneRank:
     def size(self):
         return 1
