@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Complex64, Float32, Int, Int64
 from torch import Tensor
 
-from rl.trainer.by_hand import pairs, turned, unit_rows
+from rl.trainer.by_hand import unit_rows
 from rl.trainer.layer_passes import Weights
 from rl.trainer.packing import Packing
 
@@ -111,8 +111,8 @@ class _Before(NamedTuple):
 def _before(
     x: Matrix, weights: Weights, rotation: Rotation, shape: Shape
 ) -> tuple[tuple[Heads, Heads, Heads], _Before]:
-    """Queries and keys, whose features are in the order of ``pairs``, and values: norm, product, norms of the heads (if
-    there are any) and rotation."""
+    """Queries and keys, whose features are in the order of ``_pairs``, and values: norm, product, norms of the heads
+    (if there are any) and rotation."""
     tokens, dim = len(x), 2 * rotation.size(1)
     rotation = rotation[:, None, None]
     unit, inverse = unit_rows(x, shape.eps)
@@ -121,10 +121,10 @@ def _before(
     turning, normed, head_inverse, scales = mixed[:, :, :-1], None, None, None
     if weights.query_norm is not None and weights.key_norm is not None:
         scales = torch.stack([weights.query_norm] * (turning.size(2) - 1) + [weights.key_norm])
-        scales = scales.index_select(1, pairs(dim)[0])
+        scales = scales.index_select(1, _pairs(dim)[0])
         normed, head_inverse = unit_rows(turning, shape.eps)
         turning = normed * scales
-    query, key = (turned(heads, rotation).flatten(1, 2) for heads in (turning[:, :, :-1], turning[:, :, -1:]))
+    query, key = (_turned(heads, rotation).flatten(1, 2) for heads in (turning[:, :, :-1], turning[:, :, -1:]))
     return (query, key, mixed[:, :, -1].contiguous()), _Before(
         unit, inverse, scaled, rotation, normed, head_inverse, scales
     )
@@ -137,8 +137,8 @@ def _before_backward(
     query, key, value = (g.view(len(g), groups, -1, g.size(2)) for g in grad_heads)
     tokens, _, heads, dim = query.shape
     flowing, slopes = (query.new_empty(tokens, groups, slots, dim) for slots in (heads + 1, heads + 2))
-    turned(query, kept.rotation.conj(), out=flowing[:, :, :-1])
-    turned(key, kept.rotation.conj(), out=flowing[:, :, -1:])
+    _turned(query, kept.rotation.conj(), out=flowing[:, :, :-1])
+    _turned(key, kept.rotation.conj(), out=flowing[:, :, -1:])
     slopes[:, :, -1:] = value
     normed, head_inverse, scales = kept.normed, kept.head_inverse, kept.scales
     of_query, of_key = buffers.query_norm, buffers.key_norm
@@ -146,7 +146,7 @@ def _before_backward(
         slopes[:, :, :-1] = flowing
     else:
         product = flowing * normed
-        by_slot = product.sum((0, 1)).index_select(1, pairs(dim)[1])
+        by_slot = product.sum((0, 1)).index_select(1, _pairs(dim)[1])
         of_query.add_(by_slot[:-1].sum(0))
         of_key.add_(by_slot[-1])
         along = product.mul_(scales).sum(-1, keepdim=True)
@@ -158,11 +158,31 @@ def _before_backward(
     return grad_x.addcmul_(_flattened(slopes @ kept.scaled, kept.unit), kept.inverse)
 
 
+def _turned(
+    x: Float32[Tensor, "*dims dim"], rotation: Complex64[Tensor, "*dims dim//2"], out: Tensor | None = None
+) -> Float32[Tensor, "*dims dim"]:
+    """Heads whose features are in the order of ``_pairs``, each pair taken as a complex number and multiplied."""
+    numbers = torch.mul(_complex(x), rotation, out=None if out is None else _complex(out))
+    return torch.view_as_real(numbers).flatten(-2)
+
+
+def _complex(x: Float32[Tensor, "*dims dim"]) -> Complex64[Tensor, "*dims dim//2"]:
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+@functools.cache
+def _pairs(dim: int) -> tuple[Int64[Tensor, " dim"], Int64[Tensor, " dim"]]:
+    """The order of a head's features that puts the two that rotate together side by side (0, dim/2, 1, dim/2 + 1, …),
+    and the way back. Queries and keys in any one order have the same products."""
+    order = torch.arange(dim).view(2, -1).T.flatten()
+    return order, order.argsort()
+
+
 @functools.cache
 def _row_order(groups: int, rows: int, dim: int) -> tuple[Int64[Tensor, " rows"], Int64[Tensor, " rows"]]:
-    """Of the rows of ``qkv``, and back: those of queries and keys by ``pairs``, those of values as they are."""
+    """Of the rows of ``qkv``, and back: those of queries and keys by ``_pairs``, those of values as they are."""
     order = torch.arange(rows).view(groups, -1, dim)
-    order[:, :-1] = order[:, :-1, pairs(dim)[0]]
+    order[:, :-1] = order[:, :-1, _pairs(dim)[0]]
     return order.flatten(), order.flatten().argsort()
 
 
