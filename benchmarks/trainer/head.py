@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.trainer.measure import median_seconds, peak_bytes, settle
 from rl.trainer import token_logprobs
+from rl.trainer.products import add_product, product
 from rl.trainer.token_logprobs import TokenLogprobs
 
 CHUNKS = {"cuda": (1024, 2048, 4096), "cpu": (256,)}
@@ -118,18 +119,18 @@ def _pieces(hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, float]
     """What one chunk's steps cost, alone."""
     chunk = min(2048, len(hidden))
     hidden, targets, ones = hidden[:chunk], targets[:chunk], torch.ones(chunk, device=hidden.device)
-    logits = token_logprobs._product(hidden, weight.T)
+    logits = product(hidden, weight.T)
     normalizer = logits.logsumexp(-1)
     slopes = token_logprobs._probabilities(logits, ones, normalizer, weight.dtype)
-    total = token_logprobs._product(slopes.T, hidden)
+    total = product(slopes.T, hidden)
     actions = {
         "logits, bf16": lambda: torch.mm(hidden, weight.T),
-        "logits, fp32": lambda: token_logprobs._product(hidden, weight.T),
+        "logits, fp32": lambda: product(hidden, weight.T),
         "statistics": lambda: token_logprobs._statistics(logits, targets, ones),
         "slopes": lambda: token_logprobs._probabilities(logits, ones, normalizer, weight.dtype),
-        "hidden gradient": lambda: token_logprobs._product(slopes, weight),
-        "weight gradient": lambda: token_logprobs._product(slopes.T, hidden),
-        "weight gradient, added": lambda: token_logprobs._add_product(total, slopes.T, hidden),
+        "hidden gradient": lambda: product(slopes, weight),
+        "weight gradient": lambda: product(slopes.T, hidden),
+        "weight gradient, added": lambda: add_product(total, slopes.T, hidden),
         "weight gradient, rounded": lambda: total.to(weight.dtype),
     }
     return {name: median_seconds(action, 10) for name, action in actions.items()}

@@ -29,6 +29,7 @@ from megatron.core import parallel_state
 from rl.trainer.head import scored_hidden, to_tokens
 from rl.trainer.model import PolicyModel
 from rl.trainer.packing import Layout
+from rl.trainer.products import product
 
 RowFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """``(logits [rows, vocab], rows) → (values [rows], slopes [rows, vocab])``."""
@@ -41,7 +42,7 @@ def head_logits(
     vocabulary: int,
 ) -> Float32[Tensor, "rows vocab"]:
     """Logits over the whole vocabulary, on every tensor-parallel rank."""
-    logits = (hidden @ weight.T).float().mul_(inverse_temperature[:, None])
+    logits = product(hidden, weight.T).mul_(inverse_temperature[:, None])
     group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1:
         return logits
@@ -113,7 +114,7 @@ class _Mapped(torch.autograd.Function):
             logits = head_logits(hidden[part], weight, inverse_temperature[part], ctx.vocabulary)
             _, slopes = ctx.function(logits, rows[part])
             slopes = slopes[:, first : first + len(weight)]
-            grad_hidden[part] = ((slopes.to(weight.dtype) @ weight).float() * scale[part]).to(hidden.dtype)
+            torch.mul(product(slopes.to(weight.dtype), weight), scale[part], out=grad_hidden[part])
             grad_weight += slopes.T @ (hidden[part].float() * scale[part] * share)
         returned = grad_weight.to(weight.dtype) if ctx.gradient is None else None
         return grad_hidden, returned, *[None] * 6

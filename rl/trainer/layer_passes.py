@@ -28,7 +28,7 @@ from rl.trainer.layer_kernels import (
     swiglu,
     swiglu_backward,
 )
-from rl.trainer.token_logprobs import add_product
+from rl.trainer.products import add_product
 
 Run = Callable[[Tensor, Tensor, Tensor, Tensor, int, Sequence[Tensor]], Tensor]
 """``(x, cos, sin, edges of the samples, bound of their lengths, parameters) → x`` after the layers."""

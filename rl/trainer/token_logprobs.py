@@ -25,6 +25,7 @@ from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
 from rl.trainer.compiled import compiled, vary_rows
+from rl.trainer.products import add_product, product
 
 BLOCK = 1024
 """Logits that a thread block holds in registers while it reduces them."""
@@ -62,7 +63,7 @@ class TokenLogprobs(torch.autograd.Function):
         whole = not hidden.is_cuda and (group is None or group.size() == 1)
         ctx.slopes = {}
         for index, part in enumerate(parts):
-            logits, keep, slopes = _product(hidden[part], weight.T), index >= len(parts) - kept, None
+            logits, keep, slopes = product(hidden[part], weight.T), index >= len(parts) - kept, None
             if whole:
                 normalizer[part], logprobs[part], entropy[part], slopes = _whole_rows(
                     logits, local[part], inverse_temperature[part], weight.dtype
@@ -103,7 +104,7 @@ class TokenLogprobs(torch.autograd.Function):
             slopes = ctx.slopes.pop(index, None)
             if slopes is None:
                 slopes = _slopes(
-                    _product(hidden[part], weight.T),
+                    product(hidden[part], weight.T),
                     weight.dtype,
                     inverse_temperature[part],
                     normalizer[part],
@@ -111,10 +112,10 @@ class TokenLogprobs(torch.autograd.Function):
                     local[part],
                     owned[part],
                 )
-            torch.mul(_product(slopes, weight), scale[part], out=grad_hidden[part])
+            torch.mul(product(slopes, weight), scale[part], out=grad_hidden[part])
             # Summed over chunks in fp32, because bf16 would lose the small terms.
             if grad_weight is None:
-                grad_weight = _product(slopes.T, scaled_hidden[part])
+                grad_weight = product(slopes.T, scaled_hidden[part])
             else:
                 add_product(grad_weight, slopes.T, scaled_hidden[part])
             del slopes
@@ -226,20 +227,3 @@ def _probabilities(
 ) -> Float[Tensor, "chunk vocab_part"]:
     z = logits.mul(inverse_temperature[:, None]).sub_(normalizer[:, None])
     return z.exp_().to(dtype)
-
-
-def _product(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float32[Tensor, "m n"]:
-    """``a @ b`` in fp32; on CUDA the product of bfloat16 matrices is never rounded to bfloat16."""
-    if a.is_cuda and a.dtype != torch.float32:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return (a @ b).float()
-
-
-def add_product(total: Float32[Tensor, "m n"], a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> None:
-    """``total += a @ b``, inside the matrix product where that can be."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total += a @ b

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from rl.trainer.head import to_tokens
 from rl.trainer.model import PolicyModel
 from rl.trainer.packing import Layout
+from rl.trainer.products import product
 
 
 @torch.no_grad()
@@ -47,7 +48,7 @@ def token_topk(
     ids = torch.empty_like(logprobs, dtype=torch.int32)
     for begin in range(0, len(hidden), chunk):
         part = slice(begin, begin + chunk)
-        logits = (hidden[part] @ weight.T).float().mul_(inverse_temperature[part, None])
+        logits = product(hidden[part], weight.T).mul_(inverse_temperature[part, None])
         logprobs[part], ids[part] = _best(model, logits, k)
     return to_tokens(logprobs, layout), to_tokens(ids, layout)
 

@@ -72,7 +72,7 @@ def test_the_head_lets_a_chunks_logits_go_before_the_next(monkeypatch):
         seen.append(weakref.ref(logits))
         return logits
 
-    monkeypatch.setattr(token_logprobs, "_product", product)
+    monkeypatch.setattr(token_logprobs, "product", product)
     with torch.no_grad():
         rest = torch.zeros(6, dtype=torch.long), torch.ones(6), 0, 2, None
         token_logprobs.TokenLogprobs.apply(torch.randn(6, 4), torch.randn(5, 4), *rest)
