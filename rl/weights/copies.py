@@ -13,11 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
-
 from rl.weights.changes import Bytes, Changes, decode
 from rl.weights.delta import AHEAD_A_THREAD, DeltaError, Layout, Part, PartHead, PatchHead, checksum, parts, threads
-from rl.weights.tensor_files import LENGTH, TensorFiles, places, read_header, write_empty
+from rl.weights.tensor_files import LENGTH, Memory, TensorFiles, places, read_header, write_empty
 
 KEPT = 2
 """Versions: the one that the engine has, and the one that it is to have."""
@@ -83,7 +81,6 @@ class Patching:
         self._partial = partial
         self._expected = parts(head.layout, head.part_bytes)
         self._pending: deque[Future[None]] = deque()
-        self._stack = ExitStack()
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for path in (base or model).iterdir():
@@ -96,11 +93,14 @@ class Patching:
                 header = read_header(file)
                 write_empty(partial / file.name, header, file.stat().st_size - len(header))
         self._found = places(partial)
+        self._memory = Memory(head.part_bytes)
         if {Layout.of(name, place) for name, place in self._found.items()} != set(head.layout):
             raise DeltaError(f"the patch's tensors are not those of the copy of version {head.base}")
-        self._base = self._stack.enter_context(TensorFiles(places(base))) if base is not None else None
-        self._copy = self._stack.enter_context(TensorFiles(self._found, writable=True))
-        self._pool = self._stack.enter_context(ThreadPoolExecutor(threads(), "patch"))  # ends before the files close
+        with ExitStack() as stack:
+            self._base = stack.enter_context(TensorFiles(places(base))) if base is not None else None
+            self._copy = stack.enter_context(TensorFiles(self._found, writable=True))
+            self._pool = stack.enter_context(ThreadPoolExecutor(threads(), "patch"))  # ends before the files close
+            self._stack = stack.pop_all()
 
     @property
     def parts(self) -> int:
@@ -124,11 +124,10 @@ class Patching:
             self._pending.popleft().result()
 
     def _apply(self, part: Part, head: PartHead, body: bytes) -> None:
+        flat = self._memory.take(0, part.nbytes)
         if self._base is not None:
-            flat = self._base.read(part.name, part.begin, part.end)
-        elif head.encoding == "full":
-            flat = np.empty(part.end - part.begin, np.uint8)
-        else:
+            self._base.read(part.name, part.begin, flat)
+        elif head.encoding != "full":
             raise DeltaError(f"{part.name} comes as changes in a patch that has no base")
         try:
             new = decode(Changes(head.encoding, _split(body, head.sizes)), flat, self._found[part.name].itemsize)

@@ -2,11 +2,11 @@
 
     frame   8 bytes: length of its head; the head (JSON); the body, of the length that the head says
     first   ``PatchHead``, without a body
-    then    one for each part of each tensor (``parts``), in order: ``PartHead``, and the streams of ``rl.weights.changes``
+    then    one for each part of each tensor (``parts``), in order: ``PartHead``, and the streams of ``changes``
 
-A tensor is one part, or several of ``PART_BYTES``. A part's head has the xxh3 of its new bytes: the copy is checked part
-by part before any engine loads it, which finds a base that differs, too. Values are compared as bits, so that the result
-is exact. ``rl.weights.copies`` applies the frames.
+A tensor is one part, or several of ``PART_BYTES``. A part's head has the xxh3 of its new bytes: the copy is checked
+part by part before any engine loads it, which finds a base that differs, too. Values are compared as bits, so that the
+result is exact. ``copies`` applies the frames.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rl.weights.changes import Bytes, Encoding, encode
-from rl.weights.tensor_files import LENGTH, Place, TensorFiles, places
+from rl.weights.tensor_files import LENGTH, Memory, Place, TensorFiles, places
 
 PART_BYTES = 2 << 20
 """Old, new and their difference stay in a core's cache; and it is what threads share a large tensor by."""
@@ -93,14 +93,14 @@ class Part:
 
     name: str
     begin: int
-    end: int
+    nbytes: int
 
 
 def parts(layout: Iterable[Layout], part_bytes: int) -> Iterator[Part]:
     """All of these tensors', in order."""
     for tensor in layout:
         for begin in range(0, tensor.nbytes, part_bytes):
-            yield Part(tensor.name, begin, min(begin + part_bytes, tensor.nbytes))
+            yield Part(tensor.name, begin, min(part_bytes, tensor.nbytes - begin))
 
 
 def threads() -> int:
@@ -129,23 +129,20 @@ def patch(new: Path, version: int, old: Path | None = None, base: int | None = N
         values = stack.enter_context(TensorFiles(fresh))
         older = stack.enter_context(TensorFiles(before)) if before is not None else None
 
+        memory = Memory(PART_BYTES)
+
         def frame(part: Part) -> bytes:
-            return _part_frame(part, fresh[part.name].itemsize, values, older)
+            now = values.read(part.name, part.begin, memory.take(0, part.nbytes))
+            before = older.read(part.name, part.begin, memory.take(1, part.nbytes)) if older is not None else None
+            return _part_frame(part, now, before, fresh[part.name].itemsize)
 
         yield from _in_order(frame, parts(layout, PART_BYTES))
 
 
-def _part_frame(part: Part, itemsize: int, values: TensorFiles, older: TensorFiles | None) -> bytes:
-    new = values.read(part.name, part.begin, part.end)
-    old = older.read(part.name, part.begin, part.end) if older is not None else None
+def _part_frame(part: Part, new: Bytes, old: Bytes | None, itemsize: int) -> bytes:
     changes = encode(new, old, itemsize)
-    head = PartHead(
-        name=part.name,
-        begin=part.begin,
-        encoding=changes.encoding,
-        sizes=tuple(map(len, changes.streams)),
-        checksum=checksum(new),
-    )
+    sizes = tuple(map(len, changes.streams))
+    head = PartHead(name=part.name, begin=part.begin, encoding=changes.encoding, sizes=sizes, checksum=checksum(new))
     return _frame(head, *changes.streams)
 
 

@@ -1,11 +1,15 @@
 """Patches: exact, checked, and refused where they do not fit."""
 
 import json
+import threading
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rl.weights import copies as copying
+from rl.weights import delta
 from rl.weights.copies import Copies
 from rl.weights.delta import DeltaError, PartHead, PatchHead, parse_head, patch
 from rl.weights.tensor_files import LENGTH, places
@@ -67,6 +71,89 @@ def test_a_patch_gives_the_sender_s_bits(tmp_path, share):
     assert same(directory, new)
     assert (directory / "config.json").exists()
     assert same(tmp_path / "v0", old)  # the base is not written to
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 1.0])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_tensors_of_several_parts_of_every_width_stay_exact(tmp_path, monkeypatch, share, threads):
+    monkeypatch.setattr(delta, "PART_BYTES", 64)
+    monkeypatch.setattr(delta, "threads", lambda: threads)
+    monkeypatch.setattr(copying, "threads", lambda: threads)
+    generator = torch.Generator().manual_seed(0)
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.uint8, torch.float8_e4m3fn)
+    old = {
+        f"{at}.{n}": torch.randn(n, generator=generator).to(d) for at, d in enumerate(dtypes) for n in (0, 1, 7, 333)
+    }
+    new = {}
+    for name, tensor in old.items():
+        raw = tensor.view(torch.uint8)
+        new[name] = torch.where(torch.rand(raw.shape, generator=generator) < share, raw ^ 255, raw).view(tensor.dtype)
+    for directory, weights in (("v0", old), ("new", new)):
+        (tmp_path / directory).mkdir()
+        save_file(weights, tmp_path / directory / "model.safetensors")
+    for number, frames in enumerate([patch(tmp_path / "new", 1, tmp_path / "v0", 0), patch(tmp_path / "new", 2)]):
+        directory = apply(Copies(tmp_path / f"copies{number}", tmp_path / "v0", 0), frames)
+        found = load_file(directory / "model.safetensors")
+        assert found.keys() == new.keys()
+        assert all(torch.equal(found[name].view(torch.uint8), new[name].view(torch.uint8)) for name in new)
+    assert sum(1 for _ in patch(tmp_path / "new", 1)) > 1 + len(new)
+
+
+def test_models_in_several_files_keep_their_files(tmp_path):
+    both = []
+    for directory, seed in (("v0", 0), ("new", 1)):
+        (tmp_path / directory).mkdir()
+        generator = torch.Generator().manual_seed(seed)
+        both.append({name: torch.randn(50, 60, generator=generator) for name in ("a", "b", "c")})
+        save_file({"a": both[-1]["a"]}, tmp_path / directory / "1.safetensors", {"format": "pt"})
+        save_file({name: both[-1][name] for name in "bc"}, tmp_path / directory / "2.safetensors")
+        (tmp_path / directory / "model.safetensors.index.json").write_text("{}")
+    directory = apply(Copies(tmp_path / "copies", tmp_path / "v0", 0), patch(tmp_path / "new", 1, tmp_path / "v0", 0))
+    found = load_file(directory / "1.safetensors") | load_file(directory / "2.safetensors")
+    assert all(torch.equal(found[name], both[1][name]) for name in "abc")
+    assert (directory / "model.safetensors.index.json").exists()
+
+
+def test_a_byte_that_is_lost_or_changed_on_the_way_is_found(tmp_path):
+    old = model(tmp_path / "v0", 0)
+    changed(tmp_path / "new", old, 0.3)
+    frames = list(patch(tmp_path / "new", 1, tmp_path / "v0", 0))
+    largest = max(range(1, len(frames)), key=lambda at: len(frames[at]))
+    generator = np.random.default_rng(0)
+    _, body = split(frames[largest], PartHead)
+    refused = 0
+    for at in generator.integers(0, len(body), 50):
+        damaged = bytearray(body)
+        damaged[at] ^= 1 << int(generator.integers(8))
+        frame = frames[largest][: -len(body)] + bytes(damaged)
+        copies = Copies(tmp_path / "copies", tmp_path / "v0", 0)
+        try:
+            directory = apply(copies, [*frames[:largest], frame, *frames[largest + 1 :]])
+        except DeltaError:
+            refused += 1
+            continue
+        # zstd has bits that mean nothing
+        assert (directory / "model.safetensors").read_bytes() == (tmp_path / "new/model.safetensors").read_bytes()
+    assert refused > 25
+
+
+def test_parts_that_come_twice_or_in_another_order_are_refused(tmp_path):
+    old = model(tmp_path / "v0", 0)
+    changed(tmp_path / "new", old, 0.3)
+    first, *rest = patch(tmp_path / "new", 1, tmp_path / "v0", 0)
+    for frames in ([rest[0], rest[0]], rest[::-1], [*rest, rest[-1]]):
+        with pytest.raises(DeltaError, match="is not what comes next in the patch"):
+            apply(Copies(tmp_path / "copies", tmp_path / "v0", 0), [first, *frames])
+
+
+def test_who_stops_taking_a_patch_leaves_no_thread(tmp_path):
+    model(tmp_path / "v0", 0)
+    frames = patch(tmp_path / "v0", 1)
+    next(frames)
+    next(frames)
+    assert any(thread.name.startswith("patch") for thread in threading.enumerate())
+    frames.close()
+    assert not any(thread.name.startswith("patch") for thread in threading.enumerate())
 
 
 def test_special_values_travel(tmp_path):
