@@ -5,10 +5,11 @@
     optimizer     this rank's share of fp32 moments, and of main weights       exact for one data-parallel rank, else at
                   where the model is not fp32                                  most a few padding elements too many
     activations   of the micro-batches in flight, at max_tokens_per_micro_batch   within ACTIVATION_TOLERANCE
-    head          one chunk's logits and slopes                                exact
+    head          one chunk's logits and slopes, and slopes that are kept      exact, if all tokens of a micro-batch are
+                                                                               scored
 
-Activations are counted as what a layer keeps for its backward pass. Not counted: the framework's own memory, and what
-lives within one operation.
+Activations are counted as what a layer keeps for its backward pass. Not counted: the framework's own memory, what lives
+within one operation, and what the CPU makes of logits whose vocabulary is spread over ranks.
 """
 
 from __future__ import annotations
@@ -179,10 +180,12 @@ def _activations(hf: PretrainedConfig, config: TrainerConfig, size: int, stage: 
 
 
 def _head(hf: PretrainedConfig, config: TrainerConfig, size: int) -> int:
+    """When the last chunk's slopes are made, which the CPU does in fp32, those of the chunks before it are kept."""
     rows = -(-hf.vocab_size // config.parallel.tensor)
     chunk = min(config.logits_chunk_tokens, config.max_tokens_per_micro_batch)
-    slopes = min(kept_chunks(DTYPES[config.dtype]), -(-config.max_tokens_per_micro_batch // chunk)) * size
-    return rows * chunk * max(4 + size, slopes)
+    kept = min(kept_chunks(DTYPES[config.dtype]), -(-config.max_tokens_per_micro_batch // chunk)) - 1
+    made = 4 if platform.device().type == "cpu" else size
+    return rows * chunk * (4 + made + kept * size)
 
 
 def describe(plan: Iterable[StageMemory]) -> str:

@@ -9,9 +9,9 @@ With ``s`` the incoming gradient over T, a number for each token:
 
     ∂h = −s · (D·W)                          ∂W = −Dᵀ·(s·h)
 
-so that D needs no pass to be scaled. It is made once, in the weights' dtype: in the forward pass of the last chunks,
-as many as fit where a chunk's fp32 logits and D stand anyway, and from recomputed logits for the chunks before them. On
-CUDA a pass over the logits reads them once: one for the statistics, one to make D.
+so that D needs no pass to be scaled. It is made once, in the weights' dtype: of the last chunks (``kept_chunks``) in
+the forward pass, and of those before them in the backward pass, from recomputed logits. On CUDA a pass over the logits
+reads them once: one for the statistics, one to make D.
 """
 
 from __future__ import annotations
@@ -63,12 +63,13 @@ class TokenLogprobs(torch.autograd.Function):
         whole = not hidden.is_cuda and (group is None or group.size() == 1)
         ctx.slopes = {}
         for index, part in enumerate(parts):
-            logits, keep, slopes = product(hidden[part], weight.T), index >= len(parts) - kept, None
+            keep, slopes = index >= len(parts) - kept, None
             if whole:
                 normalizer[part], logprobs[part], entropy[part], slopes = _whole_rows(
-                    logits, local[part], inverse_temperature[part], weight.dtype
+                    product(hidden[part], weight.T), local[part], inverse_temperature[part], weight.dtype
                 )
             else:
+                logits = product(hidden[part], weight.T)
                 statistics = _statistics(logits, local[part], inverse_temperature[part])
                 largest, total, weighted, chosen = _combined(statistics, owned[part], group)
                 log_total = total.log()
@@ -85,9 +86,10 @@ class TokenLogprobs(torch.autograd.Function):
                         local[part],
                         owned[part],
                     )
+                del logits  # or the next chunk's would stand beside them
             if keep:
                 ctx.slopes[index] = slopes
-            del logits, slopes  # or the next chunk's would stand beside them
+            del slopes
         ctx.save_for_backward(hidden, weight, local, owned, inverse_temperature, normalizer, logprobs)
         ctx.parts, ctx.gradient = parts, gradient
         ctx.mark_non_differentiable(entropy)
@@ -138,15 +140,18 @@ def _whole_rows(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Float[Tensor, "chunk vocab"]]:
     """Normalizer, log-prob and entropy of each row, and D, where one rank on the CPU has the whole vocabulary: the
-    probabilities are computed once for the entropy and for D."""
+    probabilities are computed once for the entropy and for D. No more than two of its tensors exist at a time, so that
+    the caller may not hold the logits."""
     column = targets[:, None]
     z = logits.mul_(inverse_temperature[:, None])
     chosen = z.gather(1, column)
     all_logprobs = z.log_softmax(1)
+    del logits, z
     logprobs = all_logprobs.gather(1, column)
     slopes = all_logprobs.exp()
-    entropy = torch.linalg.vecdot(slopes, all_logprobs).neg_()
-    slopes = slopes.to(dtype).scatter_(1, column, torch.expm1(logprobs).to(dtype))
+    entropy = all_logprobs.mul_(slopes).sum(1).neg_()
+    del all_logprobs
+    slopes = slopes.scatter_(1, column, torch.expm1(logprobs)).to(dtype)
     return (chosen - logprobs).squeeze(1), logprobs.squeeze(1), entropy, slopes
 
 

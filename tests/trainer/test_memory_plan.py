@@ -1,7 +1,10 @@
 """The plan against what is allocated."""
 
+from itertools import accumulate
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config
 
 from rl.batch import build_batch, take_samples
@@ -9,7 +12,8 @@ from rl.trainer.config import ParallelConfig, TrainerConfig
 from rl.trainer.cost import balance_length
 from rl.trainer.forward import lay_out
 from rl.trainer.memory_plan import ACTIVATION_TOLERANCE, MemoryPlanError, check_fits, describe, plan_memory
-from rl.trainer.model import read_hf_config
+from rl.trainer.model import DTYPES, read_hf_config
+from rl.trainer.token_logprobs import TokenLogprobs
 from tests.trainer.common import make_trajectory
 from tests.trainer.models import MODELS, save_model
 
@@ -68,6 +72,42 @@ def test_activations_of_every_family_are_near(worker, tmp_path, name):
     worker.load_model(tmp_path)
     (plan,) = plan_memory(read_hf_config(tmp_path), worker.config)
     assert plan.activations == pytest.approx(kept_bytes(worker, tokens), rel=ACTIVATION_TOLERANCE)
+
+
+def peak_bytes(run):
+    """The most that the CPU's allocator has given at a time while this ran."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(changes))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the plan is of the GPU's head")
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_head_is_exact(dtype, chunks):
+    hidden, vocabulary, chunk = 16, 4096, 256
+    hf = Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        hidden_size=hidden,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=hidden,
+        vocab_size=vocabulary,
+    )
+    config = TrainerConfig(dtype=dtype, logits_chunk_tokens=chunk, max_tokens_per_micro_batch=chunks * chunk)
+    (plan,) = plan_memory(hf, config)
+    states = torch.randn(chunks * chunk, hidden, dtype=DTYPES[dtype]).requires_grad_()
+    weight, buffer = torch.randn(vocabulary, hidden, dtype=DTYPES[dtype]), torch.zeros(vocabulary, hidden)
+    targets, ones = torch.zeros(len(states), dtype=torch.long), torch.ones(len(states))
+
+    def step():
+        logprobs, _ = TokenLogprobs.apply(states, weight, targets, ones, 0, chunk, None, buffer)
+        logprobs.sum().backward()
+
+    assert peak_bytes(step) == pytest.approx(plan.head, rel=0.03)
 
 
 BIG = Qwen3Config(
