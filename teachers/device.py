@@ -15,7 +15,7 @@ from torch import Tensor
 from teachers import codec
 from teachers.arena import Arena
 from teachers.batches import Encoded, batches
-from teachers.format import StoredTensor, dtype_of, padded
+from teachers.format import StoredTensor, padded
 from teachers.shard import StoredShard
 
 
@@ -56,6 +56,7 @@ class Source:
 class Resident:
     """A base that is on the device itself: a plain teacher's image, which is as the stored one."""
 
+    teacher: str
     data: Tensor
     offsets: Mapping[str, int]
 

@@ -38,7 +38,8 @@ class HbmTier:
         self.device = device
         self._granule = _CUDA_GRANULE if device.type == "cuda" else 1
         encoded = [t.numel for s in shards.values() for t in s.manifest.tensors if t.encoding in ("delta", "fp8")]
-        self.workspace_bytes = codec.workspace_bytes(max(encoded, default=0))
+        needed = codec.workspace_bytes(max(encoded, default=0))
+        self.workspace_bytes = self._rounded(needed) if needed else 0
         if budget <= self.workspace_bytes:
             raise ValueError(f"an HBM budget of {budget} bytes is less than decoding needs ({self.workspace_bytes})")
         self.capacity = budget - self.workspace_bytes
@@ -96,21 +97,31 @@ class HbmTier:
     @contextlib.contextmanager
     def workspace(self, shard: StoredShard) -> Iterator[Tensor]:
         """What decoding this one takes, for one caller at a time, who is done with it at the end. Not under the lock of
-        the books. On the CPU it is empty: what is decoded there allocates what it needs."""
+        the books. On the CPU it is empty: what is decoded there allocates what it needs.
+
+        Raises:
+            TierFullError: the device has less than the budget.
+        """
         if shard.is_plain:
             yield torch.empty(0, dtype=torch.uint8)
             return
         with self._decoding:
             if self._workspace is None:
-                self._workspace = self._empty(self.workspace_bytes if self.device.type == "cuda" else 0)
+                try:
+                    self._workspace = self._empty(self.workspace_bytes if self.device.type == "cuda" else 0)
+                except torch.OutOfMemoryError as error:
+                    raise TierFullError(
+                        f"teacher {shard.teacher}: the device has no {self.workspace_bytes} bytes for decoding: {error}"
+                    ) from error
             yield self._workspace
 
     def lease_base(self, shard: StoredShard) -> Resident | None:
-        """Its base, if that is on the device: leased until ``release_base``."""
-        if shard.base is None or shard.base.teacher not in self.ready:
+        """Its base, if that is on the device. It is leased then: its caller releases it when it has been read."""
+        base = shard.base
+        if base is None or base.teacher not in self.ready:
             return None
-        self.books.lease(shard.base.teacher)
-        return Resident(self.images[shard.base.teacher].data, shard.base.stored_offsets)
+        self.books.lease(base.teacher)
+        return Resident(base.teacher, self.images[base.teacher].data, base.stored_offsets)
 
     def recycle(self, data: Tensor) -> None:
         self._spare.append(data)

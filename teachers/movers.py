@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from teachers.arrival import Arrival
-from teachers.device import Image, Lane, Source
+from teachers.device import Image, Lane, Resident, Source
 from teachers.errors import StalledReadError, TeacherError, TierFullError
 from teachers.hbm import HbmTier
 from teachers.pinned import WINDOW, PinnedTier
@@ -246,7 +246,8 @@ class Movers:
             self.release_sources(held)
             return None
         demoted = {name for name, _ in evicted if self._may_demote(name, held)}
-        return functools.partial(self._copy, teacher, held, evicted, demoted, self._arriving.get(teacher))
+        base = self.hbm.lease_base(self.shards[teacher])
+        return functools.partial(self._copy, teacher, held, evicted, demoted, self._arriving.get(teacher), base)
 
     def hold_sources(self, teacher: str) -> list[str]:
         """Leases on what is read from pinned memory: stored images, or a window for one that is too large."""
@@ -369,15 +370,16 @@ class Movers:
         evicted: list[tuple[str, Image]],
         demote: set[str],
         arrival: Arrival | None,
+        base: Resident | None,
     ) -> None:
-        """``arrival``: it was being read when this was booked."""
+        """``arrival``: it was being read when this was booked. ``base``: leased on the device."""
         shard = self.shards[teacher]
         self.vacate(evicted, demote)
         try:
             data = self.allocate(teacher, shard.device_bytes, evicted)
             started = time.perf_counter()
             if arrival is None:
-                moved = self.fill(teacher, shard.names, shard.device_offsets, data, self._lane)
+                moved = self.fill(teacher, shard.names, shard.device_offsets, data, self._lane, base)
             else:
                 moved, started = self._follow(arrival, data)
         except TeacherError as error:
@@ -395,6 +397,8 @@ class Movers:
         finally:
             with self.changed:
                 self.release_sources(held)
+                if base is not None:
+                    self.hbm.books.release(base.teacher)
 
     def _follow(self, arrival: Arrival, data: Tensor) -> tuple[int, float]:
         """Copy what has been read while the rest still is; returns the bytes, and when this would have begun if the
@@ -446,21 +450,38 @@ class Movers:
             self.stats.span("demote", name, started)
             self.changed.notify_all()  # its place may be given to a read now
 
-    def fill(self, teacher: str, names: Sequence[str], offsets: Mapping[str, int], data: Tensor, lane: Lane) -> int:
+    def fill(
+        self,
+        teacher: str,
+        names: Sequence[str],
+        offsets: Mapping[str, int],
+        data: Tensor,
+        lane: Lane,
+        base: Source | Resident | None = None,
+    ) -> int:
         """Some of a teacher's tensors into memory of the device; returns the bytes that were copied there.
+
+        Args:
+            base: where its base is, if not in pinned memory.
 
         Raises:
             TeacherError: what has to be read from disk for it can't be.
         """
         shard = self.shards[teacher]
-        base = self.pinned.source(shard.base.teacher) if shard.base is not None else None
-        if self.pinned.fits(teacher):
-            moved = lane.fill(shard, names, offsets, data, self.pinned.source(teacher), base)
-            lane.synchronize()
+        if base is None and shard.base is not None:
+            base = self.pinned.source(shard.base.teacher)
+
+        def put(part: Sequence[str], source: Source) -> int:
+            with self.hbm.workspace(shard) as workspace:
+                moved = lane.fill(shard, part, offsets, data, source, base, workspace)
+                lane.synchronize()
             return moved
+
+        if self.pinned.fits(teacher):
+            return put(names, self.pinned.source(teacher))
         used = dict.fromkeys(key for name in names if (key := shard.tensors[name].extent) is not None)
         whole = [name for name in names if shard.tensors[name].extent is None]
-        moved = lane.fill(shard, whole, offsets, data, Source(self.pinned.arena, (), {}), base)
+        moved = put(whole, Source(self.pinned.arena, (), {}))
         extents = [(key, shard.manifest.extents[key]) for key in used]
         for run in windows(extents, self.pinned.books.sizes[WINDOW + teacher]):
             started = time.perf_counter()
@@ -468,8 +489,5 @@ class Movers:
             count = self._read_into(WINDOW + teacher, teacher, source)
             with self.changed:
                 self._count_read(teacher, count, started)
-            part = [name for name in names if shard.tensors[name].extent in source.offsets]
-            moved += lane.fill(shard, part, offsets, data, source, base)
-            lane.synchronize()
-        lane.synchronize()
+            moved += put([name for name in names if shard.tensors[name].extent in source.offsets], source)
         return moved
