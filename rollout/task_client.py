@@ -12,6 +12,7 @@ from typing import Self, TypeVar
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
+from rollout.http_pool import pool
 from tasks.protocol import PROTOCOL_VERSION, EpisodeRequest, EpisodeState, EpisodeStatus, Health, Metadata
 
 log = logging.getLogger(__name__)
@@ -51,9 +52,7 @@ class TaskClient:
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)
-        )
+        self._http = aiohttp.ClientSession(connector=pool(), timeout=aiohttp.ClientTimeout(total=CALL_TIMEOUT_S))
         return self
 
     async def __aexit__(

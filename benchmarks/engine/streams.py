@@ -13,6 +13,8 @@ from typing import Any
 
 import aiohttp
 
+from rollout.http_pool import pool
+
 TIMEOUT_S = 900.0
 
 
@@ -64,7 +66,7 @@ class Client:
 
     async def __aenter__(self) -> Client:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), read_bufsize=2**20
+            connector=pool(), timeout=aiohttp.ClientTimeout(total=TIMEOUT_S), read_bufsize=2**20
         )
         return self
 

@@ -15,6 +15,10 @@ class EngineError(RuntimeError):
     """The engine refused a request, died, or did not answer in time; the message names its URL."""
 
 
+class EngineRefused(EngineError):
+    """It answered, with an error: what it was asked for was not done."""
+
+
 class EngineLost(EngineError):
     """The connection to the engine broke: it died, or was given up because it hangs.
 

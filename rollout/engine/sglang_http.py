@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import aiohttp
 
-from rollout.engine.protocol import EngineError, EngineLost
+from rollout.engine.protocol import EngineError, EngineLost, EngineRefused
+from rollout.http_pool import pool
 
 if TYPE_CHECKING:
     from rollout.engine.config import EngineConfig
 
-KEEP_ALIVE_S = 2.0
-"""An idle connection is used again for so long. SGLang closes those that were idle for 5 s, and a request that meets
-the closing is reset; aiohttp alone would use them for 15 s."""
 SHOWN_CHARACTERS = 500
 """How much of an error answer's body an error shows."""
 
@@ -130,8 +128,7 @@ class Connection:
             raise EngineLost(f"{where}: the connection was closed")
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                # SGLang queues better than a pool does.
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+                connector=pool(),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeouts.connect_s),
                 headers=self._headers,
             )
@@ -158,7 +155,7 @@ class Connection:
 
     def _refusal(self, message: str, headers: Mapping[str, str]) -> EngineError:
         """What an answer with an error status means."""
-        return EngineError(message)
+        return EngineRefused(message)
 
     @contextlib.contextmanager
     def _answer_errors(self, path: str) -> Iterator[None]:

@@ -22,11 +22,12 @@ import torch
 import torch.multiprocessing
 
 from rollout.engine.opened_memory import LOADER, Request
-from rollout.engine.protocol import EngineError
+from rollout.engine.protocol import EngineError, EngineRefused
 from rollout.engine.sglang_http import Connection, Timeouts
 
 UPDATE_IS_OPEN = "session is already open"
-IDLE_POLL_S = 0.002
+IDLE_POLL_S, BUSY_POLL_S = 0.002, 0.02
+"""Between two readings of an idle server; of a busy one twice as long each time, up to the second."""
 IDLE_S = 0.02
 """How long a server must have said that it is idle, unless it says so of two moments: what it says may be old, or fall
 between the last token and the end of its batch. (One that sleeps when idle says nothing new.)"""
@@ -146,7 +147,7 @@ class SGLangWeights(Connection):
 
     async def until_idle(self, waiting: bool = True) -> None:
         """Until nothing runs or, if ``waiting``, waits."""
-        since, first = 0.0, None
+        since, first, pause = 0.0, None, IDLE_POLL_S
         try:
             async with asyncio.timeout(self._timeouts.control_s):
                 while True:
@@ -158,10 +159,11 @@ class SGLangWeights(Connection):
                         if busy:
                             first = None
                         elif first is None:
-                            since, first = time.monotonic(), moments
+                            since, first, pause = time.monotonic(), moments, IDLE_POLL_S
                         elif time.monotonic() - since >= IDLE_S or all(map(operator.ne, first, moments)):
                             return
-                    await asyncio.sleep(IDLE_POLL_S)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, BUSY_POLL_S) if busy else IDLE_POLL_S
         except TimeoutError as error:
             raise EngineError(f"{self.url} was not idle within {self._timeouts.control_s:g} s") from error
 
@@ -272,8 +274,13 @@ class SGLangWeights(Connection):
                 "engine's config"
             )
         await self.until_idle(waiting=not (able.sessions and self.paused))  # retracted ones hold no memory
-        self._released |= set(tags)  # before it has answered: it may have done it all the same
-        await self._control("/release_memory_occupation", {"tags": list(tags)})
+        newly = set(tags) - self._released
+        self._released |= newly  # before it has answered: where it never does, it may have done it all the same
+        try:
+            await self._control("/release_memory_occupation", {"tags": list(tags)})
+        except EngineRefused:
+            self._released -= newly
+            raise
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
         """Take back what ``release_memory`` gave; weights must be loaded, and the KV cache is empty. A server that was

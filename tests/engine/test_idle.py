@@ -10,7 +10,7 @@ from aiohttp.test_utils import TestServer
 
 from rollout.engine.protocol import EngineError
 from rollout.engine.sglang_http import Timeouts
-from rollout.engine.sglang_weights import IDLE_S, SGLangWeights
+from rollout.engine.sglang_weights import BUSY_POLL_S, IDLE_POLL_S, IDLE_S, SGLangWeights
 
 
 def load(running, moment, waiting=0):
@@ -61,6 +61,13 @@ def test_one_that_says_nothing_new_must_say_it_for_a_while(moment):
 
 def test_retracted_requests_need_not_count():
     assert readings_until_idle([[load(0, 1.0, waiting=5)], [load(0, 1.1, waiting=5)]], waiting=False)[1] == 2
+
+
+def test_a_busy_server_is_asked_less_and_less_often_and_an_idle_one_at_once():
+    told = [[load(1, moment)] for moment in range(30)] + [[load(0, 31.0)], [load(0, 32.0)]]
+    seconds, asked = readings_until_idle(told)
+    assert asked == len(told)
+    assert seconds >= sum(min(IDLE_POLL_S * 2**busy, BUSY_POLL_S) for busy in range(30))
 
 
 def test_a_server_that_stays_busy_is_told():
