@@ -172,6 +172,7 @@ def test_a_teacher_that_is_waited_for_is_copied_while_the_rest_of_it_is_read(tmp
     def answer():
         until(lambda: len(copied) == 3)
         assert tiers.in_hbm == tiers.in_pinned == set()
+        threading.Event().wait(1)  # longer than the copies take on busy cores
         disk.answers.release()
 
     with ThreadPoolExecutor(1) as pool:
@@ -195,6 +196,31 @@ def test_a_delta_is_loaded_with_its_base_kept_once(made):
     read = tiers.stats().read_bytes
     tiers.close()
     assert read < 2 * size(made)
+
+
+@pytest.mark.parametrize("images", [1, 2])
+def test_a_base_that_is_on_the_device_is_copied_from_there_and_stays_meanwhile(made, images, monkeypatch):
+    store, teachers = made
+    hbm = images * size(made) + 32 * 192 * 64
+    tiers = TierManager(store, SHARD, "cpu", hbm, 3 * size(made), teachers=["some", "t0"])
+    with tiers.lease("t0"):
+        pass
+    before, lane, leased = tiers.stats().copied_bytes, tiers._movers._lane, []
+    fill = lane.fill
+
+    def noted(*args):
+        leased.append(tiers._movers.hbm.books.leased)
+        return fill(*args)
+
+    monkeypatch.setattr(lane, "fill", noted)
+    with tiers.lease("some") as views:
+        assert_same(views, teachers["some"])
+    copied = tiers.stats().copied_bytes - before
+    assert leased == [{"some", "t0"} if images == 2 else {"some"}]
+    assert (copied < 0.5 * size(made)) == (images == 2)  # the delta alone, or its base too
+    assert not tiers._movers.hbm.books.leased
+    assert tiers.offload() >= images * size(made)
+    tiers.close()
 
 
 @pytest.mark.parametrize("pinned_share", [3.0, 0.5])
