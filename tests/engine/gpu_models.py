@@ -1,11 +1,12 @@
-"""What the GPU tests of engines share: random Llamas whose weights tell them apart, and how far bfloat16 may be off."""
+"""What the GPU tests of engines share: random models whose weights tell them apart, and how far bfloat16 may be off."""
 
 import functools
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PretrainedConfig
 
+from benchmarks.logprob_gap.models import make_config
 from benchmarks.publish.models import SIZES, random_weights, write
 
 SIZE = SIZES["135m"]
@@ -24,6 +25,16 @@ SETTINGS = {
     "cuda-graph-max-bs-decode": 16,
 }
 """SGLang's arguments."""
+SPARSE_VOCABULARY = 4096
+SPARSE_SPREAD = 0.03
+"""Of random weights. In a copy with 16 heads and 16 experts (fp32 on a CPU, prompts of 2,560 tokens) another prompt
+moves the log-probs of the likeliest tokens by 2.7 on average, one page of another by 0.17, each token's neighbour in
+its place by 0.13; bfloat16 by 0.08."""
+SPARSE_SETTINGS = {name: value for name, value in SETTINGS.items() if name != "attention-backend"} | {
+    "dsa-prefill-backend": "flashmla_sparse",  # FlashAttention-3 need not be there
+    "dsa-decode-backend": "flashmla_sparse",
+    "cuda-graph-max-bs-decode": 8,
+}
 
 
 class Model:
@@ -46,3 +57,26 @@ class Model:
         with torch.no_grad():
             scores = self.hf(torch.tensor([ids], device="cuda")).logits[0, :-1].float().log_softmax(-1).cpu()
         return scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def sparse_config() -> PretrainedConfig:
+    """GLM-5's attention and routing in four layers (DeepSeek Sparse Attention, top k 2,048)."""
+    config = make_config("dsa", True, SPARSE_SPREAD)
+    config.vocab_size = SPARSE_VOCABULARY
+    return config
+
+
+def write_sparse(config: PretrainedConfig, directory: Path, seed: int, device: str = "cuda") -> None:
+    """Random weights. Experts are scaled down: which of them a token takes is a matter of rounding, and should not be
+    most of what two servers differ by."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        experts = [
+            tensor for name, tensor in model.named_parameters() if ".mlp.experts." in name and "down_proj" in name
+        ]
+        assert experts, "no parameter is named as an expert's"
+        for tensor in experts:
+            tensor.mul_(0.2)
+    model.save_pretrained(directory)
