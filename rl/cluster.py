@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import logging
+import re
+import socket
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 
 import ray
 
-from rl.config import ClusterConfig
+from rl.config import ClusterConfig, ConfigError, RunConfig
+from rollout.engine.fit import gpus_needed
+
+CONNECT_S = 5.0
 
 
 def start_ray(config: ClusterConfig, stack: AsyncExitStack) -> None:
     """Connect; what was started here ends with the stack.
 
     Called from the main thread: the processes of a local Ray end with the thread that started them.
+
+    Raises:
+        ConfigError: no cluster is at ``config.address``.
     """
     if config.address is not None:
-        ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
+        try:
+            _reach(config.address)
+            ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
+        except OSError as error:  # Ray's own are ConnectionError, too
+            why = str(error).splitlines()[0]
+            raise ConfigError(
+                f"cluster.address={config.address}: no Ray cluster can be reached there ({why}); "
+                "run `ray start --head` on a node and `ray start --address=...` on the others, or choose cluster=local"
+            ) from error
     else:
         ray.init(
             address="local",  # never a Ray that happens to run here
@@ -27,3 +44,24 @@ def start_ray(config: ClusterConfig, stack: AsyncExitStack) -> None:
             object_store_memory=config.object_store_bytes,
         )
     stack.callback(ray.shutdown)
+
+
+def _reach(address: str) -> None:
+    """Ray itself tries for minutes to reach a head node that is not there."""
+    if found := re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", address):
+        with socket.create_connection((found[1], int(found[2])), CONNECT_S):
+            return
+
+
+def shortage(config: RunConfig, resources: Mapping[str, float]) -> str | None:
+    """What the cluster lacks, as it is now, for trainer and engines; a cluster may still grow."""
+    trainer, engine = config.trainer, config.engine
+    wanted = {"CPU": trainer.world_size * trainer.cpus_per_rank, "GPU": trainer.world_size * trainer.gpus_per_rank}
+    if engine.placement == "ray" and engine.device == "cuda" and not config.cluster.colocated:
+        wanted["GPU"] += gpus_needed(engine)
+    lacking = [
+        f"{resources.get(name, 0):g} {name}s of the {count:g} that this run takes"
+        for name, count in wanted.items()
+        if resources.get(name, 0) < count
+    ]
+    return f"the Ray cluster has {' and '.join(lacking)}" if lacking else None

@@ -38,6 +38,7 @@ def compose_plan(overrides: Sequence[str], config_dir: Path = CONFIG_DIR) -> dic
 
 
 def _compose(name: str, overrides: Sequence[str], config_dir: Path, required: bool) -> dict[str, Any]:
+    _check_words(overrides)
     try:
         with initialize_config_dir(version_base=None, config_dir=str(config_dir)):
             composed = compose(config_name=name, overrides=list(overrides))
@@ -46,6 +47,17 @@ def _compose(name: str, overrides: Sequence[str], config_dir: Path, required: bo
         raise ConfigError(_explain(error, overrides, config_dir, name)) from error
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+def _check_words(overrides: Sequence[str]) -> None:
+    """Hydra's parser answers what is no override with the name of its own exception."""
+    for word in overrides:
+        if word.startswith("-"):
+            raise ConfigError(f"{word}: there is no such option; --help names those there are, and keys are KEY=VALUE")
+        if "=" not in word and not word.startswith("~"):
+            raise ConfigError(f"{word}: not KEY=VALUE (without spaces around the =)")
+        if word.startswith("="):
+            raise ConfigError(f"{word}: no key before the =")
 
 
 def _check_stage(overrides: Sequence[str]) -> None:
@@ -76,16 +88,37 @@ def _explain(error: Exception, overrides: Sequence[str], config_dir: Path, name:
     if missing:
         key = error.full_key if isinstance(error, OmegaConfBaseException) and error.full_key else missing[1]
         return f"{key}: required, but not set"
+    several = re.search(r"Ambiguous value for argument '([^=']+)=([^']+)'", text)
+    if several:
+        return f"{several[1]}={several[2]}: write a list as {several[1]}=[{several[2]}]; a run takes one value of a key"
+    section = re.search(r"Error merging override (([^=]+)=\S*)", text)
+    if section:
+        group = section[2].removesuffix("s")
+        chosen = f"; choose with {group}=[NAME,...] of configs/{group}" if (config_dir / group).is_dir() else ""
+        return f"{section[1]}: {section[2]} is a section, whose keys are set as {section[2]}.KEY=VALUE{chosen}"
     first, *rest = [line.strip() for line in text.splitlines() if line.strip()]
     return first + (f" ({rest[0]})" if rest else "")
 
 
 def _suggest(key: str, config_dir: Path, overrides: Sequence[str], name: str) -> str:
+    """What was meant: of a config that was not chosen, with the same last word, or spelt alike."""
+    section, _, rest = key.partition(".")
+    group, chosen = section.removesuffix("s"), rest.partition(".")[0]
+    if group != section and (config_dir / group / f"{chosen}.yaml").is_file():
+        added = "" if any(group in entry for entry in OmegaConf.load(config_dir / f"{name}.yaml").defaults) else "+"
+        return f"; {chosen} is not chosen: add it to {added}{group}=[...]"
     stage = [text for text in overrides if text.startswith("+stage=")]
     with initialize_config_dir(version_base=None, config_dir=str(config_dir)):
         known = _keys(OmegaConf.to_container(compose(config_name=name, overrides=stage), resolve=False), "")
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else " (a key that the files leave out is added with +key=value)"
+    ends = [other for other in known if other.rpartition(".")[2] == key.rpartition(".")[2]]
+    inside = [other for other in ends if other.startswith(f"{section}.")] or ends
+    alike = difflib.get_close_matches(key, [other for other in known if not key.startswith(other)], n=1, cutoff=0.8)
+    if meant := inside[:3] or alike:
+        return f"; did you mean {' or '.join(meant)}?"
+    parent = key.rpartition(".")[0]
+    beside = [other.rpartition(".")[2] for other in known if parent and other.rpartition(".")[0] == parent]
+    has = f"{parent} has {', '.join(beside)}; " if beside else ""
+    return f" ({has}a key that the files leave out is added with +key=value)"
 
 
 def _keys(node: Any, prefix: str) -> list[str]:

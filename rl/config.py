@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -18,6 +19,8 @@ STAGES = ("sft", "agent_rl", "reasoning_rl", "indexer_warmup", "opd", "cross_sta
 Stage = Literal["sft", "agent_rl", "reasoning_rl", "indexer_warmup", "opd", "cross_stage"]
 SUPERVISED = ("sft", "indexer_warmup")
 """Stages that train on the tasks' demonstrations alone, with the settings under ``sft``."""
+DISTILLING = ("opd", "cross_stage")
+"""Stages that learn from teachers."""
 
 
 class ConfigError(ValueError):
@@ -74,6 +77,22 @@ class TaskConfig(Section):
     url: str | list[str] | None = None
     """Servers that run elsewhere; null starts ``replicas`` of them here."""
     replicas: int = Field(1, gt=0)
+    """Servers that are started here."""
+
+    @property
+    def urls(self) -> list[str]:
+        """Of servers that run elsewhere."""
+        if self.url is None:
+            return []
+        return [self.url] if isinstance(self.url, str) else self.url
+
+    @field_validator("url")
+    @classmethod
+    def _reachable(cls, value: str | list[str] | None) -> str | list[str] | None:
+        urls = [value] if isinstance(value, str) else value
+        if urls is not None and (not urls or not all(re.match(r"https?://[^/]", url) for url in urls)):
+            raise ValueError(f"must be http://HOST:PORT or a list of such, it is {value}; null starts a server here")
+        return value
 
 
 class SFTConfig(Section):
@@ -197,7 +216,18 @@ class RunConfig(Section):
     @field_validator("resume", mode="before")
     @classmethod
     def _yaml_no(cls, value: object) -> object:
-        return "no" if value is False else value  # YAML reads a bare no as false
+        if value is not False and not isinstance(value, str | Path):
+            raise ValueError(
+                f"must be no, auto, or a checkpoint's folder (runs/NAME/checkpoints/step_N), it is {value}"
+            )
+        return value or "no"  # YAML reads a bare no as false
+
+    @field_validator("run_dir")
+    @classmethod
+    def _a_folder_of_its_own(cls, value: Path) -> Path:
+        if value.resolve() in (Path.cwd(), *Path.cwd().parents, Path.home()):
+            raise ValueError(f"must be a folder of the run's own, as runs/mine, it is {value.resolve()}")
+        return value
 
     @model_validator(mode="after")
     def _trains_what_the_stage_is_for(self) -> Self:
@@ -294,7 +324,7 @@ def _line(problem: Mapping[str, Any]) -> str:
         close = difflib.get_close_matches(path[-1], known, n=1)
         return f"{key}: unknown key" + (f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}")
     if problem["type"] == "missing":
-        return f"{key}: required, but not set"
+        return f"{key}: required, but not set" + ("; choose some with task=[NAME,...]" if key == "tasks" else "")
     message = problem["msg"].removeprefix("Value error, ")
     return f"{key}: {message}" if key else message
 

@@ -10,6 +10,17 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 
+def folder_problem(folder: Path) -> str | None:
+    """Why a folder can't be made or written to, or None: the nearest one that is there must be a folder of ours."""
+    folder = folder.resolve()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        return f"{folder} can't be made or written to, since {there} is no folder; choose another"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{folder} can't be made or written to, since this user may not write to {there}; choose another"
+    return None
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Never half a file: written beside, then renamed."""
     partial = path.with_name(f".{path.name}.partial")

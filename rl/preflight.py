@@ -5,24 +5,29 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import xxhash
 
 from algorithms import registry as algorithms
 from algorithms.types import Algorithm
-from rl.config import SUPERVISED, ConfigError, RunConfig
+from rl.config import DISTILLING, SUPERVISED, ConfigError, RunConfig
+from rl.model_dir import ModelDirError, check_model_dir
 from rl.run_folder import RunFolder
-from rl.teachers.checks import TeachingPlan, check_teachers
+from rl.teachers.checks import TEACHER_NEEDS, TeachingPlan, check_teachers
 from rl.trainer.manifest import CheckpointError, read_manifest
 from rl.trainer.result import COMPUTED_NEEDS, RECORDED_NEEDS
 from rl.trainer.stages import stage_problem
 from rollout.engine import fit, router_settings
 from rollout.engine.arguments import ArgumentsError, check_extra_args
 from rollout.engine.disaggregation import transfer_problem
+from rollout.engine.fit import gpus_needed
 from rollout.engine.launch import server_specs
 from rollout.engine.model_shape import ModelShapeError, read_model_shape
 from rollout.processes import ProcessError, require_free_port
@@ -89,18 +94,24 @@ def check_run(config: RunConfig) -> Plan:
     tasks = _tasks(config)
     algorithm = _algorithm(config)
     if config.model.checkpoint is not None:
-        check_model_dir(config.model.checkpoint, "model.checkpoint")
+        try:
+            check_model_dir(config.model.checkpoint)
+        except ModelDirError as error:
+            raise ConfigError(f"model.checkpoint: {error}") from error
     _stages(config)
     _engine(config)
     _needs(config, algorithm)
     teaching = check_teachers(config, algorithm, tasks)
     _batch(config, algorithm)
     _resources(config)
+    _gateway_host(config)
     _ports(config)
     folder = RunFolder(config.run_dir)
     _replay(config)
     checkpoint = _checkpoint(config, folder)
-    plan = Plan(config, folder, algorithm, tasks, checkpoint, _read_state(checkpoint), teaching)
+    state = _read_state(checkpoint)
+    folder.check(config, state["step"] if state else None)
+    plan = Plan(config, folder, algorithm, tasks, checkpoint, state, teaching)
     _same_lineage(plan)
     return plan
 
@@ -123,9 +134,38 @@ def _tasks(config: RunConfig) -> dict[str, Task]:
         available = len(task.prompts("eval"))
         if config.evaluation.prompts > available:
             raise ConfigError(
-                f"evaluation.prompts={config.evaluation.prompts}: the eval split of task {name} has {available}"
+                f"evaluation.prompts={config.evaluation.prompts}: the eval split of task {name} has {available}; lower "
+                "it, or choose options with more prompts"
             )
+        _check_prompts(name, task)
+        _check_demonstrations(config, name, task)
     return tasks
+
+
+def _check_prompts(name: str, task: Task) -> None:
+    ids = Counter(prompt.prompt_id for prompt in task.prompts("train"))
+    if not ids:
+        raise ConfigError(f'tasks.{name}: prompts("train") of tasks/{name}/task.py is empty')
+    (common, count), *_ = ids.most_common(1)
+    if count > 1:
+        raise ConfigError(
+            f'tasks.{name}: prompts("train") of tasks/{name}/task.py has prompt_id {common!r} {count} times; each must '
+            "be there once, since it says which prompts an epoch has trained"
+        )
+
+
+def _check_demonstrations(config: RunConfig, name: str, task: Task) -> None:
+    """SFT trains on them: as a stage, and before RL from fresh weights."""
+    if config.replay is not None or (config.stage not in SUPERVISED and config.model.checkpoint is not None):
+        return
+    try:
+        next(iter(task.demonstrations(config.seed)))
+    except (NotImplementedError, StopIteration) as error:
+        why = f"stage {config.stage}" if config.stage in SUPERVISED else "a fresh model (no model.checkpoint)"
+        raise ConfigError(
+            f"tasks.{name}: {why} is trained on demonstrations, and tasks/{name}/task.py has none; give it some, or "
+            "leave the task out" + ("" if config.stage in SUPERVISED else ", or give model.checkpoint")
+        ) from error
 
 
 def _algorithm(config: RunConfig) -> Algorithm:
@@ -133,9 +173,17 @@ def _algorithm(config: RunConfig) -> Algorithm:
     if not isinstance(name, str):
         raise ConfigError("algorithm.name: required, but not set; choose one with algorithm=NAME")
     try:
-        return algorithms.build(name, config.algorithm)
+        algorithm = algorithms.build(name, config.algorithm)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if (config.stage in SUPERVISED) != (name == "sft"):
+        wanted = "algorithm=sft" if config.stage in SUPERVISED else "dis, grpo, gspo or cispo; sft is +stage=sft"
+        raise ConfigError(f"algorithm={name} is not for stage {config.stage}, which trains with {wanted}")
+    if config.stage in DISTILLING and not algorithm.needs & TEACHER_NEEDS and not config.teachers:
+        raise ConfigError(
+            f"algorithm={name} asks no teacher, and stage {config.stage} is for them: choose algorithm=opd"
+        )
+    return algorithm
 
 
 def _stages(config: RunConfig) -> None:
@@ -201,6 +249,23 @@ def _resources(config: RunConfig) -> None:
             f"trainer.world_size={config.trainer.world_size} · cpus_per_rank={config.trainer.cpus_per_rank:g} = "
             f"{wanted:g} CPUs are more than cluster.cpus={config.cluster.cpus}: raise it, or lower the others"
         )
+    engine = gpus_needed(config.engine) if config.engine.device == "cuda" and config.engine.placement == "local" else 0
+    trainer = config.trainer.world_size * config.trainer.gpus_per_rank if config.cluster.address is None else 0
+    if not engine and not trainer:
+        return
+    import torch  # which is imported by now, with the algorithm
+
+    here = torch.cuda.device_count()
+    if engine > here:
+        raise ConfigError(
+            f"engine.device=cuda: the servers take {engine} GPUs (servers x tensor_parallel), this machine has {here}: "
+            "choose engine=cpu, lower them, or spread them over a cluster with engine.placement=ray"
+        )
+    if trainer > here:
+        raise ConfigError(
+            f"trainer.world_size={config.trainer.world_size} · gpus_per_rank={config.trainer.gpus_per_rank:g} = "
+            f"{trainer:g} GPUs, this machine has {here}: lower them, or join a cluster with cluster.address"
+        )
 
 
 def _batch(config: RunConfig, algorithm: Algorithm) -> None:
@@ -225,28 +290,6 @@ def _batch(config: RunConfig, algorithm: Algorithm) -> None:
         )
 
 
-def check_model_dir(directory: Path, key: str) -> None:
-    """An HF directory with weights, tokenizer and chat template.
-
-    Raises:
-        ConfigError: naming the file that is missing.
-    """
-    if not directory.is_dir():
-        raise ConfigError(f"{key}: {directory} does not exist; give the HF directory of a model")
-    if not (directory / "config.json").is_file():
-        raise ConfigError(f"{key}: {directory} has no config.json; give the HF directory of a model")
-    if not any(directory.glob("*.safetensors")):
-        raise ConfigError(f"{key}: {directory} has no *.safetensors file")
-    settings = directory / "tokenizer_config.json"
-    if not settings.is_file():
-        raise ConfigError(f"{key}: {directory} has no tokenizer_config.json; save the tokenizer beside the weights")
-    if not (directory / "chat_template.jinja").is_file() and not json.loads(settings.read_text()).get("chat_template"):
-        raise ConfigError(
-            f"{key}: the tokenizer in {directory} has no chat template; add chat_template.jinja, or chat_template in "
-            "tokenizer_config.json"
-        )
-
-
 def _ports(config: RunConfig) -> None:
     wanted = [("rollout.gateway_port", config.rollout.gateway_port, config.rollout.gateway_host)]
     if config.engine.port is not None:
@@ -260,6 +303,45 @@ def _ports(config: RunConfig) -> None:
             require_free_port(key, port, host)
         except ProcessError as error:
             raise ConfigError(f"{error}; choose another, or leave it out to take a free one") from error
+
+
+EVERYWHERE = ("0.0.0.0", "::", "")
+
+
+def _gateway_host(config: RunConfig) -> None:
+    """Task servers are told it, and one that runs elsewhere reaches neither this machine's loopback nor 0.0.0.0."""
+    host = config.rollout.gateway_host
+    remote = [f"tasks.{name}.url" for name, task in sorted(config.tasks.items()) if any(map(_elsewhere, task.urls))]
+    loopback = host == "localhost" or host.startswith("127.")
+    if remote and (host in EVERYWHERE or (loopback and not config.rollout.gateway_port)):
+        raise ConfigError(
+            f"rollout.gateway_host={host} can't be reached by the servers of {', '.join(remote)}: give an address of "
+            "this machine that they reach"
+        )
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise ConfigError(
+                f"rollout.gateway_host={host} is no address of this machine ({error.strerror}); give one that the task "
+                "servers reach, or 127.0.0.1 where all run here"
+            ) from error
+
+
+def _elsewhere(url: str) -> bool:
+    """Whether a URL's host is another machine: one of this machine's addresses can be bound."""
+    host = urlsplit(url).hostname or ""
+    try:
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False  # that it can't be reached is said where it is asked
+    for family, kind, _, _, address in addresses:
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.bind((address[0], 0))
+        except OSError:
+            return True
+    return False
 
 
 def _checkpoint(config: RunConfig, folder: RunFolder) -> Path | None:
@@ -304,6 +386,11 @@ def _same_lineage(plan: Plan) -> None:
         raise ConfigError(
             f"{key}={value}: the run that is resumed has {before}; with another value its prompts could not be "
             "accounted for"
+        )
+    given, began = plan.config.model.checkpoint, Path(plan.resumed["initial_model"])
+    if given is not None and given.resolve() != began.resolve():
+        raise ConfigError(
+            f"model.checkpoint={given}: the run that is resumed began with {began}; give that, or leave resume out"
         )
     if plan.resumed["step"] > plan.config.steps:
         raise ConfigError(f"steps={plan.config.steps}: the run that is resumed has done {plan.resumed['step']} already")

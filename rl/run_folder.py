@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import logging
+import os
 import shutil
+import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +20,17 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from rl.config import ConfigError, RunConfig
-from rl.files import drop_lines_after, write_atomically
+from rl.files import drop_lines_after, folder_problem, write_atomically
+
+MADE = (
+    *("config.yaml", "run.json", "metrics.jsonl", "ledger.jsonl", "summary.json", "reward.png"),
+    *("fresh_model", "sft_model", "model", "checkpoints", "trajectories", "teachers", "logs", "wandb"),
+)
+"""What a run makes in its folder. When it is replaced these go, and nothing else that lies there."""
+LOCK = ".lock"
+LOCKED = (errno.EACCES, errno.EAGAIN)
+
+log = logging.getLogger(__name__)
 
 
 class RunIdentity(BaseModel):
@@ -85,25 +101,74 @@ class RunFolder:
     def occupied(self) -> bool:
         return (self.path / "run.json").exists() or self.metrics.exists()
 
+    def check(self, config: RunConfig, resume_step: int | None) -> None:
+        """
+        Raises:
+            ConfigError: it can't be written to, or holds a run that would be lost.
+        """
+        if problem := folder_problem(self.path):
+            raise ConfigError(f"run_dir: {problem}")
+        if not self.occupied or resume_step is not None or config.overwrite:
+            return
+        if config.resume != "auto":
+            raise ConfigError(
+                f"run_dir: {self.path} holds a run already; choose another run_dir, or go on with resume=auto, or "
+                "replace it with overwrite=true"
+            )
+        if self.summary.exists():
+            raise ConfigError(
+                f"run_dir: {self.path} holds a finished run without checkpoints, which resume=auto would begin anew; "
+                "choose another run_dir, or replace it with overwrite=true"
+            )
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No other run writes into the folder meanwhile. The lock is the kernel's, and ends with this process, however
+        that ends.
+
+        Raises:
+            ConfigError: another run has it, or the folder can't be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / LOCK).open("a+")
+        except OSError as error:
+            raise ConfigError(f"run_dir: {error.filename} can't be made: {error.strerror}") from error
+        with file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in LOCKED:
+                    file.seek(0)
+                    raise ConfigError(
+                        f"run_dir: {self.path} is in use by {file.read().strip() or 'another run'}; wait for its end, "
+                        "or choose another run_dir"
+                    ) from error
+                log.warning("%s has no locks (%s): nothing keeps a second run out of it", self.path, error.strerror)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+            yield
+
     def prepare(self, config: RunConfig, resume_step: int | None) -> None:
         """Make the folder for this run. On a resume, take back what the run did after that checkpoint: its prompts are
         outstanding in it, and come again.
 
         Raises:
-            ConfigError: it holds a run that would be lost.
+            ConfigError: as ``check``.
         """
-        if self.occupied and resume_step is None:
-            if not config.overwrite and config.resume != "auto":
-                raise ConfigError(
-                    f"run_dir: {self.path} holds a run already; choose another run_dir, or go on with resume=auto, or "
-                    "replace it with overwrite=true"
-                )
-            shutil.rmtree(self.path)  # with resume=auto: it came to no checkpoint, so it begins anew
+        self.check(config, resume_step)
+        if resume_step is None and self.occupied:
+            self._clear()  # with resume=auto: it came to no checkpoint, so it begins anew
         self.path.mkdir(parents=True, exist_ok=True)
         if resume_step is not None:
             self._take_back_after(resume_step)
         text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         write_atomically(self.path / "config.yaml", text)
+
+    def _clear(self) -> None:
+        for path in (self.path / name for name in MADE):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
     def _take_back_after(self, step: int) -> None:
         drop_lines_after(self.metrics, step)

@@ -9,11 +9,12 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import ray
 from rich.console import Console
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from rl.cluster import start_ray
+from rl.cluster import shortage, start_ray
 from rl.config import SUPERVISED, RunConfig
 from rl.fresh_model import create_model
 from rl.ledger import count_dropped, read_fates
@@ -25,7 +26,7 @@ from rl.serving import Serving, check_remote_tasks, start_serving
 from rl.signals import cancel_on_signals
 from rl.stopwatch import Stopwatch
 from rl.teachers.driver import start_teachers
-from rl.tracking import build_trackers
+from rl.tracking import build_trackers, check_login
 from rl.trainer.group import TrainerGroup
 from rl.weights.colocation import Colocation
 from rl.weights.updates import start_updates
@@ -42,17 +43,21 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
     config, folder = plan.config, plan.folder
     if plan.needs_engine:
         await check_remote_tasks(config)
+    check_login(config.tracking)
     resumed = plan.resumed
-    folder.prepare(config, resumed["step"] if resumed else None)
-    model_dir = _initial_model(plan)
-    identity = folder.begin(config, _stage_model(plan, model_dir))
-    if resumed:
-        console.print(f"resuming after step {resumed['step']} from {plan.checkpoint}", markup=False)
-    stopwatch = Stopwatch(resumed["seconds_by_phase"] if resumed else None)
     summary: dict[str, Any] = {}
     async with AsyncExitStack() as stack:
+        stack.enter_context(folder.held())
+        if config.cluster.address is not None:
+            start_ray(config.cluster, stack)  # a cluster that is not there costs no earlier run
         stack.enter_context(OrphanWatch())
         registry = stack.enter_context(ProcessRegistry())
+        folder.prepare(config, resumed["step"] if resumed else None)
+        model_dir = _initial_model(plan)
+        identity = folder.begin(config, _stage_model(plan, model_dir))
+        if resumed:
+            console.print(f"resuming after step {resumed['step']} from {plan.checkpoint}", markup=False)
+        stopwatch = Stopwatch(resumed["seconds_by_phase"] if resumed else None)
         tracker = build_trackers(config, identity.run_id, _totals(plan), console)
         failed = True
         stack.push(lambda *_: tracker.finish(summary, failed))
@@ -65,7 +70,10 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
                     start_serving(config, renderer, model_dir, registry, stack, folder.logs, say, plan.top_logprobs)
                 )
                 await asyncio.sleep(0)  # the servers start while Ray does
-            start_ray(config.cluster, stack)
+            if config.cluster.address is None:
+                start_ray(config.cluster, stack)
+            elif lacking := shortage(config, ray.cluster_resources()):
+                say(f"{lacking}: waiting trainer.start_timeout_s={config.trainer.start_timeout_s:g} s for it to grow")
             cancel_on_signals()  # Ray has put its own handlers in our place
             colocation = await _colocation(config, starting)
             trainer = await TrainerGroup.start(config.trainer)
@@ -210,5 +218,7 @@ def _summary(parts: Parts, run_id: str, rewards: tuple[Rewards, Rewards]) -> dic
 
 
 def prepare_config(config: RunConfig) -> RunConfig:
-    """Paths made absolute, since Ray's workers run elsewhere."""
-    return config.model_copy(update={"run_dir": config.run_dir.resolve()})
+    """Paths made absolute, since Ray's workers run elsewhere, and a resume may be started from another folder."""
+    checkpoint = config.model.checkpoint
+    model = config.model.model_copy(update={"checkpoint": checkpoint.resolve() if checkpoint else None})
+    return config.model_copy(update={"run_dir": config.run_dir.resolve(), "model": model})

@@ -125,7 +125,7 @@ async def check_remote_tasks(config: RunConfig) -> None:
         ConfigError: one does not answer, or is not that task's server.
     """
     for name, task in config.tasks.items():
-        urls = _urls(task)
+        urls = task.urls
         if not urls:
             continue
         async with TaskClient(name, urls) as client:
@@ -135,18 +135,11 @@ async def check_remote_tasks(config: RunConfig) -> None:
                 raise ConfigError(f"tasks.{name}.url: {error}; start it, or leave url out to run one here") from error
 
 
-def _urls(task: TaskConfig) -> list[str]:
-    """Of servers that run elsewhere."""
-    if task.url is None:
-        return []
-    return [task.url] if isinstance(task.url, str) else task.url
-
-
 def _task_servers(
     name: str, task: TaskConfig, registry: ProcessRegistry, logs: Path
 ) -> tuple[list[str], list[ManagedProcess]]:
     """URLs of a task's servers, and the processes of those that are started here."""
-    urls, processes = _urls(task), []
+    urls, processes = task.urls, []
     if urls:
         return urls, []
     for replica, port in enumerate(free_ports(task.replicas)):

@@ -12,7 +12,11 @@ from typing import IO, Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from rl.config import RunConfig
+from rl.config import ConfigError, RunConfig, TrackingConfig
+
+LOGIN_S = 15
+FINISH_S = 600.0
+"""For W&B to upload what is left when a run ends; the files stay, for `wandb sync`."""
 
 Figures = Mapping[str, float]
 
@@ -102,6 +106,31 @@ class ConsoleTracker:
         self._progress.stop()
 
 
+def check_login(config: TrackingConfig) -> None:
+    """Before anything is started or replaced.
+
+    Raises:
+        ConfigError: W&B is to be online, and can't be reached or knows no key of ours.
+    """
+    if config.wandb != "online":
+        return
+    import wandb
+
+    try:
+        known = wandb.login(verify=True, timeout=LOGIN_S)
+    except wandb.errors.Error as error:
+        raise ConfigError(_not_online(str(error).splitlines()[0])) from error
+    if not known:
+        raise ConfigError(_not_online("no API key is known"))
+
+
+def _not_online(why: str) -> str:
+    return (
+        f"tracking.wandb=online: {why}; `wandb login` keeps a key, and tracking=offline writes files into the run's "
+        "folder, which `wandb sync` uploads later"
+    )
+
+
 class WandbTracker:
     """Weights & Biases, offline or online. Each phase has its own step axis."""
 
@@ -118,7 +147,9 @@ class WandbTracker:
             mode="online" if mode == "online" else "offline",
             dir=str(config.run_dir),
             config=config.model_dump(mode="json"),
-            settings=wandb.Settings(console="off", silent=True, init_timeout=60, x_disable_stats=True),
+            settings=wandb.Settings(
+                console="off", silent=True, init_timeout=60, finish_timeout=FINISH_S, x_disable_stats=True
+            ),
         )
         for phase in ("sft", "rl", "eval"):
             self._run.define_metric(f"{phase}/step")

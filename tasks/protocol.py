@@ -81,6 +81,10 @@ class Refusal(Wire):
 
 
 class Metadata(Wire):
+    """Of any version of the protocol, so that another one can be named: what it adds is passed over."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
     task: str
     protocol: Literal["episode"] = "episode"
     version: int = PROTOCOL_VERSION

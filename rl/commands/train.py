@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,12 +18,15 @@ from rl.signals import cancel_on_signals
 
 if TYPE_CHECKING:
     from rl.preflight import Plan
+    from rl.run_folder import RunFolder
 
 SUMMARY = "run a stage (as python train.py)"
-USAGE = f"""usage: python train.py +stage=NAME [key=value ...] [--cfg]
+OPTIONS = ("--cfg", "--check")
+USAGE = f"""usage: python train.py +stage=NAME [key=value ...] [--cfg | --check]
 
 stages: {", ".join(STAGES)}
   --cfg    print the whole composed config and stop
+  --check  check all that is checked before a run starts anything, say what the run would be, and stop
 Keys are those of configs/*.yaml (Hydra): run_dir=runs/mine seed=1 task=[calculator,sorting] algorithm=grpo ..."""
 
 
@@ -34,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(highlight=False)
     errors = Console(stderr=True, highlight=False)
     try:
-        composed = compose_config([argument for argument in arguments if argument != "--cfg"])
+        composed = compose_config([argument for argument in arguments if argument not in OPTIONS])
         config = check(composed)
         if "--cfg" in arguments:
             import yaml
@@ -45,6 +49,13 @@ def main(arguments: Sequence[str]) -> int:
         from rl.runner import prepare_config
 
         plan = check_run(prepare_config(config))
+        if "--check" in arguments:
+            from rl.outline import outline
+
+            lines = dict(outline(plan))
+            for name, value in lines.items():
+                console.print(f"{name:{max(map(len, lines)) + 2}}{value}", markup=False, soft_wrap=True)
+            return 0
     except ConfigError as error:
         errors.print(f"[bold red]config error:[/] {escape(str(error))}", soft_wrap=True)
         return EXIT_BAD_CONFIG
@@ -61,15 +72,29 @@ def _run(plan: Plan, console: Console, errors: Console) -> int:
         errors.print(f"[bold red]config error:[/] {escape(str(error))}", soft_wrap=True)
         return EXIT_BAD_CONFIG
     except (KeyboardInterrupt, asyncio.CancelledError):
-        errors.print(f"interrupted; go on with resume=auto run_dir={plan.folder.path}")
+        errors.print(f"interrupted; {_how_to_go_on(plan.folder)}", markup=False, soft_wrap=True)
         return EXIT_INTERRUPTED
     except Exception as error:
         logging.getLogger(__name__).debug("the run failed", exc_info=True)
         errors.print_exception() if not _is_plain(error) else None
-        errors.print(f"[bold red]run failed:[/] {escape(str(error))}", soft_wrap=True)
+        errors.print(f"[bold red]run failed:[/] {escape(_said(error, plan.folder))}", soft_wrap=True)
+        errors.print(_how_to_go_on(plan.folder), markup=False, soft_wrap=True)
         return EXIT_FAILED
     _report(summary, console)
     return 0
+
+
+def _how_to_go_on(folder: RunFolder) -> str:
+    checkpoint = folder.newest_checkpoint()
+    if checkpoint is None:
+        return f"no checkpoint was saved yet: resume=auto run_dir={folder.path} begins the run anew"
+    return f"go on with resume=auto run_dir={folder.path}, after {checkpoint.name}"
+
+
+def _said(error: Exception, folder: RunFolder) -> str:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space left where {error.filename or folder.path} is; make some, or lower checkpoint.keep"
+    return str(error)
 
 
 def _is_plain(error: Exception) -> bool:
@@ -84,6 +109,8 @@ def _is_plain(error: Exception) -> bool:
     from rollout.task_client import TaskServerError
     from teachers.errors import TeacherError
 
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
     rollouts = EngineError | ProcessError | TaskServerError | RolloutsFailed | PublishError
     return isinstance(error, rollouts | TeacherError | TrainerGroupError | CheckpointError | NonFiniteUpdateError)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from algorithms.types import Algorithm, Need
 from rl.config import ConfigError, RunConfig
+from rl.files import folder_problem
 from rl.fresh_model import character_tokenizer
 from rl.teachers.routing import RouteError, Routing
 from rl.teachers.sources import (
@@ -127,15 +127,8 @@ def _sizes(config: RunConfig, sources: Iterable[TeacherSource]) -> None:
 
 
 def _store(folder: Path | None) -> None:
-    """The nearest folder that is there must be one, and let a store be made in it."""
-    if folder is None:
-        return
-    there = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"distillation.store: {folder} can't be made or written to, since {there} is no folder that this user may "
-            "write to; name one on local disk"
-        )
+    if folder is not None and (problem := folder_problem(folder)):
+        raise ConfigError(f"distillation.store: {problem}, on local disk")
 
 
 def _urls(config: RunConfig, algorithm: Algorithm) -> dict[str, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
+from rl.model_dir import ModelDirError, tensor_elements
 from rl.teachers.config import Codec, DistillationConfig, TeacherConfig
 from rl.trainer.config import TrainerConfig
 from rl.trainer.manifest import MANIFEST, CheckpointError, read_manifest
@@ -195,26 +196,10 @@ def _of_checkpoint(name: str, key: str, path: Path) -> TeacherSource:
 
 
 def _elements(key: str, path: Path) -> int:
-    """Of a safetensors file, by its header."""
     try:
-        with path.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if length > path.stat().st_size:
-                raise ValueError("the header is longer than the file")
-            header = json.loads(opened.read(length))
-        header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if 8 + length + end != path.stat().st_size:
-            raise ValueError(f"it has {path.stat().st_size} bytes, its header says {8 + length + end}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise TeacherSourceError(f"{key}: {path} is not a whole safetensors file: {error}") from error
-    total = 0
-    for entry in header.values():
-        count = 1
-        for size in entry["shape"]:
-            count *= size
-        total += count
-    return total
+        return tensor_elements(path)
+    except ModelDirError as error:
+        raise TeacherSourceError(f"{key}: {error}") from error
 
 
 def _check_config(key: str, path: Path) -> None:

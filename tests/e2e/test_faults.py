@@ -26,7 +26,7 @@ def test_signals_end_the_run_in_order(launch_untrained, number, stage, phase, se
     run.look()
     run.process.send_signal(number)
     assert run.wait(120) == EXIT_INTERRUPTED
-    assert "go on with resume=auto" in run.text()
+    assert "resume=auto run_dir=" in run.text()
     assert run.survivors() == []
 
 

@@ -13,12 +13,20 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import psutil
 import pytest
+import torch
+import wandb
 
+from rl import preflight
+from rl.cluster import shortage
 from rl.commands.exits import EXIT_BAD_CONFIG
 from rl.commands.train import main as train
-from rl.config import FreshModel
+from rl.compose import compose_config
+from rl.config import FreshModel, check
 from rl.fresh_model import create_model
+from rl.model_dir import ARCHITECTURES
 from rl.trainer.manifest import FORMAT
+from tasks.protocol import Prompt, Task
+from tasks.registry import LoadedTask
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +83,33 @@ def refuse(capsys, *overrides):
         (["+stage=agent_rl", "replay=/nowhere"], "replay: /nowhere has no trajectories"),
         (["+stage=agent_rl", "model=hf"], "model.checkpoint: required, but not set"),
         (["+stage=agent_rl", "model=hf", "model.checkpoint=/nowhere"], "model.checkpoint: /nowhere does not exist"),
-        (["+stage=agent_rl", "seed"], "seed"),
+        (["+stage=agent_rl", "seed"], "seed: not KEY=VALUE"),
+        (["+stage=agent_rl", "--dry-run"], "--dry-run: there is no such option; --help"),
+        (["+stage=agent_rl", "seed=1,2"], "write a list as seed=[1,2]; a run takes one value"),
+        (["+stage=agent_rl", "task=[]"], "tasks: required, but not set; choose some with task=[NAME,...]"),
+        (
+            ["+stage=agent_rl", "tasks=[calculator]"],
+            "tasks is a section, whose keys are set as tasks.KEY=VALUE; choose",
+        ),
+        (["+stage=agent_rl", "tasks.words.share=2"], "words is not chosen: add it to task=[...]"),
+        (["+stage=agent_rl", "teachers.sorting.weight=2"], "sorting is not chosen: add it to +teacher=[...]"),
+        (["+stage=agent_rl", "lr=1e-4"], "lr: unknown key; did you mean trainer.optimizer.lr or sft.optimizer.lr?"),
+        (["+stage=agent_rl", "trainer.lr=1e-4"], "trainer.lr: unknown key; did you mean trainer.optimizer.lr?"),
+        (["+stage=agent_rl", "checkpoint.often=1"], "checkpoint.often: unknown key (checkpoint has every, keep; "),
+        (["+stage=agent_rl", "resume=true"], "resume: must be no, auto, or a checkpoint's folder"),
+        (
+            ["+stage=agent_rl", "tasks.calculator.url=host:80"],
+            "tasks.calculator.url: must be http://HOST:PORT or a list",
+        ),
+        (["+stage=agent_rl", "tasks.calculator.url=[]"], "tasks.calculator.url: must be http://HOST:PORT or a list"),
+        (["+stage=agent_rl", "algorithm=sft"], "algorithm=sft is not for stage agent_rl, which trains with dis, grpo"),
+        (["+stage=sft", "algorithm=grpo"], "algorithm=grpo is not for stage sft, which trains with algorithm=sft"),
+        (["+stage=opd", "algorithm=grpo"], "asks no teacher, and stage opd is for them: choose algorithm=opd"),
+        (["+stage=agent_rl", "rollout.gateway_host=nowhere.invalid"], "is no address of this machine"),
+        (
+            ["+stage=agent_rl", "tasks.sorting.url=http://192.0.2.1:8000"],  # reserved for documentation: nobody's
+            "rollout.gateway_host=127.0.0.1 can't be reached by the servers of tasks.sorting.url",
+        ),
     ],
 )
 def test_config_errors_name_the_key_and_the_remedy(capsys, tmp_path, overrides, says):
@@ -91,6 +125,7 @@ def test_config_errors_name_the_key_and_the_remedy(capsys, tmp_path, overrides, 
         ("config.json", "has no config.json"),
         ("model.safetensors", "has no *.safetensors file"),
         ("tokenizer_config.json", "has no tokenizer_config.json"),
+        ("tokenizer.json", "has none of tokenizer.json, tokenizer.model"),
         ("chat_template.jinja", "has no chat template; add chat_template.jinja"),
     ],
 )
@@ -101,6 +136,113 @@ def test_an_incomplete_model_directory_is_named(capsys, tmp_path, model_dir, mis
     said = refuse(capsys, "+stage=agent_rl", f"run_dir={tmp_path / 'run'}", f"model.checkpoint={broken}")
     assert says in said
     assert str(broken) in said.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("config.json", "{", "config.json is not JSON"),
+        (
+            "config.json",
+            '{"architectures": ["GPT2LMHeadModel"]}',
+            "is of architecture GPT2LMHeadModel; supported: Qwen3",
+        ),
+        (
+            "model.safetensors",
+            "version https://git-lfs.github.com",
+            "model.safetensors is not a whole safetensors file",
+        ),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "model-2.safetensors"}}', "lacks model-2.safetensors"),
+        ("tokenizer_config.json", "", "tokenizer_config.json is not JSON"),
+    ],
+)
+def test_a_damaged_model_directory_is_named(capsys, tmp_path, model_dir, name, content, says):
+    broken = tmp_path / "hf"
+    shutil.copytree(model_dir, broken)
+    (broken / name).write_text(content)
+    if name == "tokenizer_config.json":
+        (broken / "chat_template.jinja").unlink()
+    said = refuse(capsys, "+stage=agent_rl", f"run_dir={tmp_path / 'run'}", f"model.checkpoint={broken}")
+    assert says in said
+
+
+def test_every_architecture_that_the_trainer_has_is_let_through():
+    from rl.trainer.families.registry import FAMILIES  # with Megatron, which takes seconds
+
+    assert sorted(ARCHITECTURES) == sorted(FAMILIES)
+
+
+class Odd(Task):
+    """A task whose author forgot something."""
+
+    ids: tuple[str, ...]
+
+    def prompts(self, split):
+        return [Prompt(prompt_id=name, data={}) for name in self.ids]
+
+
+@pytest.mark.parametrize(
+    ("ids", "more", "says"),
+    [
+        ((), [], 'prompts("train") of tasks/calculator/task.py is empty'),
+        (("a", "b", "a"), [], "has prompt_id 'a' 2 times; each must be there once"),
+        (("a",), [], "a fresh model (no model.checkpoint) is trained on demonstrations, and tasks/calculator/task.py"),
+        (("a",), ["MODEL", "resume=/none"], "resume: /none does not exist"),  # the next check
+    ],
+)
+def test_a_task_that_lacks_something_is_named(capsys, tmp_path, monkeypatch, model_dir, ids, more, says):
+    odd = LoadedTask("calculator", Odd(ids=ids), lambda task, data, chat: None)
+    monkeypatch.setattr(preflight, "load_task", lambda name, options: odd)
+    more = [word.replace("MODEL", f"model.checkpoint={model_dir}") for word in more]
+    said = refuse(capsys, "+stage=agent_rl", "evaluation.prompts=0", f"run_dir={tmp_path}", *more)
+    assert says in said.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("engine.device=cuda", "engine.device=cuda: the servers take 1 GPUs (servers x tensor_parallel), this machine"),
+        ("trainer.gpus_per_rank=1", "trainer.world_size=1 · gpus_per_rank=1 = 1 GPUs, this machine has 0"),
+    ],
+)
+def test_a_machine_without_gpus_is_said_before_anything_waits_for_one(capsys, tmp_path, monkeypatch, override, says):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert says in refuse(capsys, "+stage=agent_rl", override, f"run_dir={tmp_path}").replace("\n", " ")
+
+
+def test_what_a_cluster_lacks_is_said():
+    where = ["cluster=gpu", "publish.directory=/shared", "engine.device=cuda", "+engine.placement=ray"]
+    config = check(compose_config(["+stage=agent_rl", *where]))
+    assert shortage(config, {"CPU": 64, "GPU": 16}) is None
+    assert shortage(config, {"CPU": 64, "GPU": 8}) == "the Ray cluster has 8 GPUs of the 9 that this run takes"
+    assert shortage(config, {}) == (
+        "the Ray cluster has 0 CPUs of the 32 that this run takes and 0 GPUs of the 9 that this run takes"
+    )
+
+
+def test_a_cluster_that_is_not_there_costs_no_earlier_run(capsys, tmp_path):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        (tmp_path / "run.json").write_text("{}")
+        said = refuse(capsys, "+stage=sft", f"run_dir={tmp_path}", "overwrite=true", f"cluster.address={address}")
+    assert f"cluster.address={address}: no Ray cluster can be reached there" in said
+    assert "ray start --head" in said
+    assert (tmp_path / "run.json").exists()
+
+
+@pytest.mark.parametrize("known", [False, wandb.errors.AuthenticationError("the key was refused")])
+def test_wandb_without_a_key_or_a_network_costs_no_earlier_run(capsys, tmp_path, monkeypatch, known):
+    def login(**options):
+        if isinstance(known, Exception):
+            raise known
+        return known
+
+    monkeypatch.setattr(wandb, "login", login)
+    (tmp_path / "run.json").write_text("{}")
+    said = refuse(capsys, "+stage=sft", f"run_dir={tmp_path}", "overwrite=true", "tracking=online").replace("\n", " ")
+    assert f"tracking.wandb=online: {known or 'no API key is known'}; `wandb login` keeps a key" in said
+    assert list(tmp_path.iterdir()) == [tmp_path / "run.json"]
 
 
 def answering(text):
@@ -126,6 +268,10 @@ def answering(text):
         (None, "can't be reached"),
         ("<html>hello</html>", "answered something that is no Metadata"),
         ('{"task": "sorting"}', "serves task 'sorting'"),
+        (
+            '{"task": "calculator", "version": 2, "streams": true}',
+            "with protocol version 2, expected 'calculator' with",
+        ),
     ],
 )
 def test_a_task_server_elsewhere_that_is_absent_or_another_is_named(capsys, tmp_path, answer, says):
@@ -158,6 +304,28 @@ def test_a_folder_that_holds_a_run_is_not_overwritten_unasked(capsys, tmp_path):
     assert train(["+stage=agent_rl", f"run_dir={tmp_path}"]) == EXIT_BAD_CONFIG
     assert "resume=auto, or replace it with overwrite=true" in capsys.readouterr().err.replace("\n", " ")
     assert (tmp_path / "precious").exists()
+
+
+def test_another_model_than_the_run_began_with_is_not_ignored_on_a_resume(capsys, tmp_path, model_dir):
+    config = check(compose_config(["+stage=agent_rl", f"model.checkpoint={model_dir}", f"run_dir={tmp_path / 'run'}"]))
+    lineage = preflight.check_run(config).lineage()
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    state = {"format": FORMAT, "step": 1, "files": {}, "extra": {"step": 1, "initial_model": str(tmp_path), **lineage}}
+    (checkpoint / "manifest.json").write_text(json.dumps(state))
+    arguments = ["+stage=agent_rl", f"run_dir={tmp_path / 'run'}", "resume=auto"]
+    said = refuse(capsys, *arguments, f"model.checkpoint={model_dir}")
+    assert f"model.checkpoint={model_dir}: the run that is resumed began with {tmp_path}; give that" in said
+
+
+def test_a_check_says_what_the_run_would_be_and_starts_nothing(capsys, tmp_path):
+    assert train(["+stage=agent_rl", "--check", f"run_dir={tmp_path / 'run'}", "steps=7"]) == 0
+    said = capsys.readouterr().out
+    assert f"agent_rl in {tmp_path / 'run'}, new" in said
+    assert "7 steps of 24 prompts x 8 rollouts" in said
+    assert "tasks.calculator  5,943 prompts to train" in said
+    assert not (tmp_path / "run").exists()
+    assert train(["+stage=agent_rl", "--check", "steps=0"]) == EXIT_BAD_CONFIG
 
 
 def test_a_config_error_takes_less_than_five_seconds(tmp_path):
