@@ -15,6 +15,7 @@ from rl.ledger import read_fates
 from rl.trainer.manifest import read_manifest
 from rollout.trajectory_file import load_trajectories
 from tests.e2e.wandb_file import records
+from tests.rl.test_docs import undocumented
 
 pytestmark = pytest.mark.timeout(1500)  # several whole runs, beside others, on machines of two cores
 
@@ -95,6 +96,10 @@ def test_the_final_model_is_a_hugging_face_directory_that_differs_from_the_sft_o
     assert tokenizer.chat_template
     changed = [not torch.equal(a, b) for a, b in zip(final.parameters(), before.parameters(), strict=True)]
     assert any(changed)
+
+
+def test_every_figure_is_documented(finished):
+    assert undocumented(finished.rows()) == []
 
 
 def test_nothing_is_left_running(finished):
