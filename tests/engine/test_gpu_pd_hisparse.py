@@ -141,7 +141,7 @@ def corrupted(ids: Sequence[int]) -> dict[str, list[int]]:
 def allowed(noise: float) -> float:
     """Twice what an ordinary server itself is off by, and a little for means of few tokens; ``SPARSE_SPREAD`` says what
     errors make."""
-    return 2 * noise + 0.02
+    return 2 * noise + 0.01
 
 
 @pytest.fixture(scope="module")
