@@ -8,9 +8,10 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import aiohttp
 
@@ -33,6 +34,31 @@ PRINT_GPU_IDS = (
     "print(json.dumps([str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]))"
 )
 """In a process of its own, which takes memory on every GPU only as long as it lives."""
+
+
+Of = TypeVar("Of")
+
+
+class OfServers(Mapping[str, Of]):
+    """What belongs to each server of a fleet, by the URL that it has now: whoever serves at the moment, since one may
+    be suspect, and wherever it was started first."""
+
+    def __init__(self, fleet: EngineFleet, values: Sequence[Of]) -> None:
+        """
+        Args:
+            values: one for each server, in their order.
+        """
+        self._fleet = fleet
+        self._values = values
+
+    def __getitem__(self, url: str) -> Of:
+        return self._values[self._fleet.specs[url].index]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fleet.specs)
+
+    def __len__(self) -> int:
+        return len(self._fleet.specs)
 
 
 class Updates:
@@ -127,13 +153,11 @@ async def start_updates(
     return Updates(publisher, fleet, colocation)
 
 
-async def _devices(config: RunConfig, fleet: EngineFleet) -> dict[str, list[str]]:
-    """GPU ids of each engine's ranks, by its URL. All engines must be there, as they are after a start."""
+async def _devices(config: RunConfig, fleet: EngineFleet) -> OfServers[list[str]]:
+    """GPU ids of each server's ranks."""
     ids = await asyncio.to_thread(_gpu_ids)
-    return {
-        engine.url: ids[spec.first_gpu : spec.first_gpu + config.engine.tensor_parallel]
-        for engine, spec in zip(fleet.engines, server_specs(config.engine), strict=True)
-    }
+    specs = server_specs(config.engine)
+    return OfServers(fleet, [ids[spec.first_gpu :][: spec.settings.tensor_parallel] for spec in specs])
 
 
 def _gpu_ids() -> list[str]:
@@ -145,29 +169,29 @@ def _gpu_ids() -> list[str]:
 
 async def _receivers(
     config: RunConfig, fleet: EngineFleet, model_dir: Path, registry: ProcessRegistry, logs: Path
-) -> dict[str, str]:
-    """URL of the receiver beside each engine; those that the config does not name are started here."""
+) -> OfServers[str]:
+    """URL of the receiver beside each server; those that the config does not name are started here."""
     named = config.publish.receivers
     if named:
-        return dict(zip((engine.url for engine in fleet.engines), named, strict=True))
-    urls: dict[str, str] = {}
+        return OfServers(fleet, named)
+    urls: list[str] = []
     processes: list[ManagedProcess] = []
-    for engine, port in zip(fleet.engines, free_ports(len(fleet.engines)), strict=True):
+    for port in free_ports(len(server_specs(config.engine))):
         name = f"receiver-{len(urls)}"
         copies = (config.publish.directory or SHARED_MEMORY) / f"atelier-copies-{port}"
         command = [sys.executable, "-m", "rl.weights.receiver", "--model", str(model_dir)]
         command += ["--copies", str(copies), "--port", str(port)]
         processes.append(registry.start(name, command, logs / f"{name}.log", grace_s=3.0))
-        urls[engine.url] = f"http://127.0.0.1:{port}"
+        urls.append(f"http://127.0.0.1:{port}")
     deadline = time.monotonic() + RECEIVER_START_S
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=RECEIVER_START_S)) as session:
-        for url, process in zip(urls.values(), processes, strict=True):
+        for url, process in zip(urls, processes, strict=True):
             while not await _answers(session, url):
                 process.check()
                 if time.monotonic() > deadline:
                     raise ProcessError(f"no answer from {url} within {RECEIVER_START_S:g} s; see {process.log_path}")
                 await asyncio.sleep(POLL_S)
-    return urls
+    return OfServers(fleet, urls)
 
 
 async def _answers(session: aiohttp.ClientSession, url: str) -> bool:

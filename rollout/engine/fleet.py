@@ -16,7 +16,7 @@ from jaxtyping import Float32
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.dispatch import Dispatch
-from rollout.engine.launch import server_specs
+from rollout.engine.launch import ServerSpec, server_specs
 from rollout.engine.launcher import Launched, Launcher, LocalLauncher
 from rollout.engine.protocol import EngineError, EngineMetrics, Generation, Sampling
 from rollout.engine.recovery import UNKNOWN, Phase
@@ -104,6 +104,11 @@ class EngineFleet:
     def processes(self) -> Mapping[str, Launched]:
         """By server name; those that run."""
         return {server.name: server.launched for server in self._servers if server.launched is not None}
+
+    @property
+    def specs(self) -> Mapping[str, ServerSpec]:
+        """By URL; those that run. One that is started again may have another."""
+        return {server.launched.url: server.spec for server in self._servers if server.launched is not None}
 
     @property
     def lost(self) -> Mapping[str, str]:

@@ -329,3 +329,24 @@ def test_who_waits_for_a_server_is_told_that_the_fleet_itself_failed(make_fleet,
                 _ = fleet.engines
 
     asyncio.run(run())
+
+
+async def restarted(fleet, killed):
+    launched = fleet.processes.get("engine-1")
+    return launched is not None and launched.pid != killed and fleet.states()["engine-1"][0] is Phase.SERVING
+
+
+def test_a_server_is_known_by_its_url_while_it_is_suspect_and_after_it_was_started_again(make_fleet):
+    async def run():
+        async with started(make_fleet(("serves", "serves"))) as fleet:
+            before = {url: spec.name for url, spec in fleet.specs.items()}
+            os.kill(fleet.processes["engine-1"].pid, signal.SIGSTOP)
+            await phase_is(fleet, "engine-1", Phase.SUSPECT)
+            suspect = {url: spec.name for url, spec in fleet.specs.items()}
+            os.kill(killed := fleet.processes["engine-1"].pid, signal.SIGKILL)
+            await until(lambda: restarted(fleet, killed), 60)
+            return before, suspect, {url: spec.name for url, spec in fleet.specs.items()}
+
+    before, suspect, after = asyncio.run(run())
+    assert sorted(before.values()) == ["engine-0", "engine-1"]
+    assert before == suspect == after

@@ -1,0 +1,54 @@
+"""What belongs to a server (its GPUs, its receiver) is found by the server, whoever serves at the moment."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from rl.weights import updates
+from rl.weights.updates import OfServers
+from rollout.engine.config import EngineConfig
+from rollout.engine.launch import server_specs
+
+
+class Fleet:
+    """Servers that run, by URL; ``engines`` are those that take requests."""
+
+    def __init__(self, config, serving):
+        self.specs = {f"http://{spec.name}": spec for spec in server_specs(config)}
+        self.engines = [SimpleNamespace(url=url) for url in serving]
+
+
+def config_of(receivers=(), **engine):
+    publish = SimpleNamespace(receivers=list(receivers))
+    return SimpleNamespace(engine=EngineConfig(context_length=128, **engine), publish=publish)
+
+
+def test_gpus_are_each_server_s_own_while_one_is_suspect(monkeypatch):
+    monkeypatch.setattr(updates, "_gpu_ids", lambda: list("abcdef"))
+    config = config_of(servers=3, tensor_parallel=2, device="cuda")
+    devices = asyncio.run(updates._devices(config, Fleet(config.engine, serving=["http://engine-2"])))
+    assert dict(devices) == {
+        "http://engine-0": ["a", "b"],
+        "http://engine-1": ["c", "d"],
+        "http://engine-2": ["e", "f"],
+    }
+
+
+def test_receivers_are_each_server_s_own_while_one_is_suspect(tmp_path):
+    config = config_of(["http://r0", "http://r1"], servers=2)
+    fleet = Fleet(config.engine, serving=["http://engine-1"])
+    receivers = asyncio.run(updates._receivers(config, fleet, tmp_path, None, tmp_path))
+    assert receivers["http://engine-1"] == "http://r1"
+    assert receivers["http://engine-0"] == "http://r0"
+
+
+def test_a_server_that_is_started_again_elsewhere_keeps_what_is_its_own():
+    fleet = Fleet(EngineConfig(context_length=128, servers=2), serving=[])
+    receivers = OfServers(fleet, ["first", "second"])
+    fleet.specs["http://elsewhere"] = fleet.specs.pop("http://engine-1")
+    assert receivers["http://elsewhere"] == "second"
+    assert "http://engine-1" not in receivers
+    with pytest.raises(KeyError):
+        receivers["http://engine-1"]
+    assert len(receivers) == 2
