@@ -24,6 +24,8 @@ _LEAST_WORKSPACE = 512
 FP8_LARGEST = 448.0
 _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 """What each code stands for: looked up, ten times as fast as torch's conversion on a CPU."""
+_ONE_THREAD = 1 << 15
+"""torch takes more threads for more elements: on cores that are busy, these wait for each other."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -116,5 +118,8 @@ def fp8_pieces(shape: tuple[int, ...]) -> list[Piece]:
 def decode_fp8(out: Tensor, scales: Tensor, codes: Tensor, dtype: torch.dtype) -> None:
     """``out``: the result's bytes of one piece."""
     factor = scales.view(torch.float32).unsqueeze(1)
-    rows = _E4M3.index_select(0, codes.int()).reshape(len(factor), -1)
-    out.view(dtype).reshape(rows.shape).copy_(rows.mul_(factor))
+    rows = codes.view(len(factor), -1)
+    step = max(1, _ONE_THREAD // rows.size(1))
+    parts = (tensor.split(step) for tensor in (rows, factor, out.view(dtype).view(rows.shape)))
+    for row, scale, target in zip(*parts, strict=True):
+        target.copy_(_E4M3.index_select(0, row.flatten().int()).view(row.shape).mul_(scale))

@@ -2,8 +2,9 @@
 how a teacher is kept.
 
 One teacher whole, two as differences to it (a share of 5 % and of 30 % of each matrix's elements changed) and one in
-fp8, each moved from disk to pinned memory once and from there to the device ``--rounds`` times, in turn. A switch is
-the copy and the decoding. Every bit of the exact ones is compared.
+fp8, each moved from disk to pinned memory once and from there to the device ``--rounds`` times, in turn, in the place
+of the one before; and the differences again, beside what they differ from. A switch is the copy and the decoding. Every
+bit of the exact ones is compared.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from benchmarks.teachers.made import SHARD, Architecture, own_folder
 from teachers import codec
+from teachers.shard import StoredShard
 from teachers.store import TeacherStore
 from teachers.tiers import TierManager
 
@@ -60,33 +62,50 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     store.add("fp8", SHARD, tensors(architecture, 0.0, options.device), fp8=True)
     shards = {slug: store.open(slug, SHARD) for slug in SLUGS.values()}
     size = shards["whole"].device_bytes
-    numel = max(tensor.numel for tensor in shards["whole"].manifest.tensors)
-    hbm = size + codec.workspace_bytes(numel) + (4 << 20)
-    tiers = TierManager(store, SHARD, options.device, hbm, sum(s.stored_bytes for s in shards.values()) + (256 << 20))
-    try:
-        for _ in range(options.rounds + 1):  # the first brings them into pinned memory
-            for slug in shards:
-                with tiers.lease(slug):
-                    pass
-        for name, slug in SLUGS.items():
-            if slug != "fp8":
-                compare(tiers, slug, tensors(architecture, SHARES.get(name, 0.0), options.device))
-        spans = tiers.stats().spans
-    finally:
-        tiers.close()
+    deltas = [SLUGS[name] for name in SHARES]
+    alone = switches(options, store, shards, 1, [*shards])
+    beside = switches(options, store, shards, 2, [slug for delta in deltas for slug in ("whole", delta)])
+    seconds = {name: alone[slug] for name, slug in SLUGS.items()}
+    seconds |= {f"{name}, base there": beside[SLUGS[name]] for name in SHARES}
     rows: list[dict[str, object]] = []
-    for name, slug in SLUGS.items():
-        copies = [span.stop - span.start for span in spans if (span.kind, span.teacher) == ("copy", slug)]
-        reads = [span.stop - span.start for span in spans if (span.kind, span.teacher) == ("read", slug)]
-        switch = statistics.median(copies[1 : options.rounds + 1])
-        stored = shards[slug].stored_bytes
-        rows.append({"kept": name, "stored": stored, "device": size, "switch_s": switch, "read_s": reads[0]})
+    for name, (switch, read) in seconds.items():
+        stored = shards[SLUGS[name.removesuffix(", base there")]].stored_bytes
+        rows.append({"kept": name, "stored": stored, "device": size, "switch_s": switch, "read_s": read})
         print(
-            f"{name:12} {stored / 1e9:7.3f} of {size / 1e9:.3f} GB stored, read in {reads[0]:.3f} s, switched to in "
+            f"{name:24} {stored / 1e9:7.3f} of {size / 1e9:.3f} GB stored, read in {read:.3f} s, switched to in "
             f"{switch * 1e3:.1f} ms ({size / switch / 1e9:.1f} GB/s of weights)",
             flush=True,
         )
     return rows
+
+
+def switches(
+    options: argparse.Namespace, store: TeacherStore, shards: Mapping[str, StoredShard], images: int, order: list[str]
+) -> dict[str, tuple[float, float]]:
+    """Seconds of a switch, and of the read, with room for so many images. The first round brings them into pinned
+    memory, and compiles what decodes them."""
+    size = shards["whole"].device_bytes
+    numel = max(tensor.numel for tensor in shards["whole"].manifest.tensors)
+    hbm = images * (size + (2 << 20)) + codec.workspace_bytes(numel) + (2 << 20)
+    pinned = sum(shard.stored_bytes for shard in shards.values()) + (256 << 20)
+    tiers = TierManager(store, SHARD, options.device, hbm, pinned)
+    try:
+        for _ in range(options.rounds + 1):
+            for slug in order:
+                with tiers.lease(slug):
+                    pass
+        for name, slug in SLUGS.items():
+            if slug in order and slug != "fp8":
+                compare(tiers, slug, tensors(Architecture(options.width), SHARES.get(name, 0.0), options.device))
+        spans = tiers.stats().spans
+    finally:
+        tiers.close()
+    found = {}
+    for slug in order:
+        copies = [span.stop - span.start for span in spans if (span.kind, span.teacher) == ("copy", slug)]
+        reads = [span.stop - span.start for span in spans if (span.kind, span.teacher) == ("read", slug)]
+        found[slug] = (statistics.median(copies[1 : options.rounds + 1] or copies), reads[0])
+    return found
 
 
 def compare(tiers: TierManager, slug: str, imported: Iterator[tuple[str, Tensor]]) -> None:
