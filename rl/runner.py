@@ -24,6 +24,7 @@ from rl.plot import plot_rewards
 from rl.preflight import Plan
 from rl.serving import Serving, check_remote_tasks, start_serving
 from rl.signals import cancel_on_signals
+from rl.starting import while_starting
 from rl.stopwatch import Stopwatch
 from rl.teachers.driver import start_teachers
 from rl.tracking import build_trackers, check_login
@@ -76,10 +77,10 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
                 say(f"{lacking}: waiting trainer.start_timeout_s={config.trainer.start_timeout_s:g} s for it to grow")
             cancel_on_signals()  # Ray has put its own handlers in our place
             colocation = await _colocation(config, starting)
-            trainer = await TrainerGroup.start(config.trainer)
+            trainer = await while_starting(starting, TrainerGroup.start(config.trainer))
             stack.push_async_callback(trainer.close)
-            say(await trainer.load_model(model_dir))
-            teachers = await start_teachers(plan, trainer, stack, say)
+            say(await while_starting(starting, trainer.load_model(model_dir)))
+            teachers = await while_starting(starting, start_teachers(plan, trainer, stack, say))
         totals = Totals(**resumed["totals"]) if resumed else Totals()
         parts = Parts(plan, tracker, stopwatch, trainer, renderer, say, totals, model_dir, starting, teachers=teachers)
         await _initial_sft(parts)

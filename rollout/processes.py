@@ -28,6 +28,8 @@ import psutil
 WRAPPER = Path(__file__).with_name("die_with_parent.py")
 KILL_WAIT_S = 5.0
 """How long SIGKILL may take to show; a process in an uninterruptible read can exceed it."""
+SPAWN_S = 60.0
+"""For the system to start a child, which takes milliseconds; more on a disk that hangs."""
 PORTS = range(20_000, 32_000)
 """Below the ports that the kernel gives to outgoing connections, one of which could take ours before it is bound."""
 TAIL_LINES = 20
@@ -192,8 +194,12 @@ class _Spawner:
                 self._thread = threading.Thread(target=self._run, name="process-spawner", daemon=True)
                 self._thread.start()
         answer: Future[subprocess.Popen[bytes]] = Future()
-        self._requests.put((answer, command, output, env))
-        return answer.result()
+        self._requests.put((answer, command, os.dup(output), env))  # theirs may be closed when it comes late
+        try:
+            return answer.result(SPAWN_S)
+        except TimeoutError as error:
+            answer.add_done_callback(_kill_late)
+            raise OSError(f"the system did not start it within {SPAWN_S:g} s") from error
 
     def _run(self) -> None:
         while True:
@@ -207,10 +213,18 @@ class _Spawner:
                     env=env,
                     start_new_session=True,
                 )
-            except OSError as error:
+            except BaseException as error:  # noqa: BLE001  (told to who waits; the next needs this thread)
                 answer.set_exception(error)
             else:
                 answer.set_result(popen)
+            finally:
+                os.close(output)
+
+
+def _kill_late(answer: Future[subprocess.Popen[bytes]]) -> None:
+    """Of a process that nobody waits for any more."""
+    if answer.exception() is None:
+        answer.result().kill()
 
 
 def _descendants(pid: int) -> list[psutil.Process]:

@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 
+from rollout import processes
 from rollout.processes import ProcessError, ProcessRegistry, free_port, require_free_port
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -165,3 +166,30 @@ def test_ports():
     require_free_port("engine-0", port)
     with socket.create_server(("127.0.0.1", port)), pytest.raises(ProcessError, match=f"engine-0: port {port} .*taken"):
         require_free_port("engine-0", port)
+
+
+def test_whatever_keeps_a_child_from_starting_is_told_and_the_next_one_starts(tmp_path):
+    with ProcessRegistry() as registry:
+        with pytest.raises(ValueError, match="null byte"):
+            registry.start("odd", ["a\0b"], tmp_path / "odd.log")
+        process = registry.start("next", SLEEP, tmp_path / "next.log")
+        assert process.exit_code is None
+
+
+def test_a_child_that_the_system_does_not_start_is_given_up_and_killed_when_it_comes(tmp_path, monkeypatch):
+    come, made = threading.Event(), []
+
+    def slow(*arguments, **settings):
+        come.wait(30)
+        made.append(real(*arguments, **settings))
+        return made[-1]
+
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", slow)
+    monkeypatch.setattr(processes, "SPAWN_S", 0.1)
+    with ProcessRegistry() as registry:
+        with pytest.raises(ProcessError, match=r"slow could not be started: .* within 0\.1 s"):
+            registry.start("slow", SLEEP, tmp_path / "slow.log")
+        assert registry.processes == ()
+        come.set()
+        until(lambda: made and made[0].poll() is not None)

@@ -1,0 +1,70 @@
+"""A server that does not start is told at once, whatever else is starting beside it."""
+
+import asyncio
+
+import pytest
+
+from rl.starting import while_starting
+
+
+async def fails(after_s=0.0):
+    await asyncio.sleep(after_s)
+    raise RuntimeError("engine-0 died")
+
+
+async def endless(ended):
+    try:
+        await asyncio.Event().wait()
+    finally:
+        ended.append(True)
+
+
+def run(make):
+    async def within():
+        async with asyncio.timeout(30):
+            return await make()
+
+    return asyncio.run(within())
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.05])
+def test_a_failure_ends_the_work_beside_it(after_s):
+    ended = []
+
+    async def both():
+        starting = asyncio.create_task(fails(after_s))
+        await asyncio.sleep(0.01)
+        await while_starting(starting, endless(ended))
+
+    with pytest.raises(RuntimeError, match="engine-0 died"):
+        run(both)
+    assert ended == [True] or (after_s == 0.0 and ended == [])  # cancelled before it began
+
+
+def test_work_goes_on_after_the_servers_are_there_and_without_any():
+    async def both():
+        starting = asyncio.create_task(asyncio.sleep(0, "served"))
+        return await while_starting(starting, asyncio.sleep(0.05, "trained")), await while_starting(
+            None, asyncio.sleep(0, "alone")
+        )
+
+    assert run(both) == ("trained", "alone")
+
+
+def test_the_works_own_failure_and_its_cancellation_are_its_own():
+    ended = []
+
+    async def both():
+        starting = asyncio.create_task(endless([]))
+        with pytest.raises(RuntimeError, match="engine-0 died"):
+            await while_starting(starting, fails())
+        waiting = asyncio.create_task(while_starting(starting, endless(ended)))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert not starting.done()
+        starting.cancel()
+
+    run(both)
+    assert ended == [True]
