@@ -13,7 +13,8 @@ log = logging.getLogger(__name__)
 def folder_problem(folder: Path) -> str | None:
     """Why a folder can't be made or written to, or None: the nearest one that is there must be a folder of ours."""
     folder = folder.resolve()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    # Not ``Path.exists``, which raises PermissionError below a folder that this user may not enter.
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not there.is_dir():
         return f"{folder} can't be made or written to, since {there} is no folder; choose another"
     if not os.access(there, os.W_OK | os.X_OK):
