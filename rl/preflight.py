@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ import xxhash
 from algorithms import registry as algorithms
 from algorithms.types import Algorithm
 from rl.config import DISTILLING, SUPERVISED, ConfigError, RunConfig
-from rl.model_dir import ModelDirError, check_model_dir
+from rl.model_dir import ModelDirError, check_model_dir, tensor_elements
 from rl.run_folder import RunFolder
 from rl.teachers.checks import TEACHER_NEEDS, TeachingPlan, check_teachers
 from rl.trainer.manifest import CheckpointError, read_manifest
@@ -111,6 +112,7 @@ def check_run(config: RunConfig) -> Plan:
     checkpoint = _checkpoint(config, folder)
     state = _read_state(checkpoint)
     folder.check(config, state["step"] if state else None)
+    _disk(config, folder)
     plan = Plan(config, folder, algorithm, tasks, checkpoint, state, teaching)
     _same_lineage(plan)
     return plan
@@ -303,6 +305,28 @@ def _ports(config: RunConfig) -> None:
             require_free_port(key, port, host)
         except ProcessError as error:
             raise ConfigError(f"{error}; choose another, or leave it out to take a free one") from error
+
+
+CHECKPOINT_BYTES = 12
+"""Of a parameter, at least: fp32 weights and Adam's two moments."""
+
+
+def _disk(config: RunConfig, folder: RunFolder) -> None:
+    """Room for the final model, and for the checkpoints that are kept and the one that is being saved. Of a folder that
+    holds a run already nothing is known: its files go."""
+    if config.model.checkpoint is None or folder.occupied or config.replay is not None:
+        return
+    parameters = sum(tensor_elements(file) for file in config.model.checkpoint.glob("*.safetensors"))
+    saved = 0 if config.stage in SUPERVISED else config.checkpoint.keep + 1
+    needed = parameters * ((2 if config.trainer.dtype == "bfloat16" else 4) + saved * CHECKPOINT_BYTES)
+    there = next(path for path in (folder.path, *folder.path.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise ConfigError(
+            f"run_dir: {there} has {free / 1e9:.1f} GB free, and this run writes at least {needed / 1e9:.1f} GB (its "
+            f"model, and checkpoint.keep={config.checkpoint.keep} checkpoints and one more); choose another disk, or "
+            "lower checkpoint.keep"
+        )
 
 
 EVERYWHERE = ("0.0.0.0", "::", "")

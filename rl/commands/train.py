@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -92,9 +93,18 @@ def _how_to_go_on(folder: RunFolder) -> str:
 
 
 def _said(error: Exception, folder: RunFolder) -> str:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"no space left where {error.filename or folder.path} is; make some, or lower checkpoint.keep"
-    return str(error)
+    if not _is_full(error):
+        return str(error)
+    where = error.filename if isinstance(error, OSError) and error.filename else folder.path
+    return f"no space left where {where} is; make some, or lower checkpoint.keep"
+
+
+def _is_full(error: Exception) -> bool:
+    """Of a disk or a quota; safetensors has an error of its own that says so in its text alone."""
+    numbers = (errno.ENOSPC, errno.EDQUOT)
+    return (isinstance(error, OSError) and error.errno in numbers) or any(
+        os.strerror(number) in str(error) for number in numbers
+    )
 
 
 def _is_plain(error: Exception) -> bool:
@@ -109,7 +119,7 @@ def _is_plain(error: Exception) -> bool:
     from rollout.task_client import TaskServerError
     from teachers.errors import TeacherError
 
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if _is_full(error):
         return True
     rollouts = EngineError | ProcessError | TaskServerError | RolloutsFailed | PublishError
     return isinstance(error, rollouts | TeacherError | TrainerGroupError | CheckpointError | NonFiniteUpdateError)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+from safetensors import SafetensorError
 
 from rl.commands.train import _how_to_go_on, _said
 from rl.compose import compose_config
-from rl.config import ConfigError, check
+from rl.config import ConfigError, FreshModel, check
+from rl.fresh_model import create_model
+from rl.model_dir import tensor_elements
+from rl.preflight import check_run
 from rl.run_folder import LOCK, RunFolder
 
 HOLD = """
@@ -109,9 +116,36 @@ def test_how_to_go_on(tmp_path):
     assert _how_to_go_on(folder) == f"go on with resume=auto run_dir={tmp_path}, after step_000020"
 
 
-def test_a_full_disk_is_named(tmp_path):
-    with pytest.raises(OSError, match="No space left") as caught, open("/dev/full", "w") as full:
-        full.write("x" * 100_000)
-    assert _said(caught.value, RunFolder(tmp_path)) == (
-        f"no space left where {tmp_path} is; make some, or lower checkpoint.keep"
-    )
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),  # seen
+    ],
+    ids=["disk", "quota", "safetensors"],
+)
+def test_a_full_disk_is_named(tmp_path, error):
+    wanted = f"no space left where {tmp_path} is; make some, or lower checkpoint.keep"
+    assert _said(error, RunFolder(tmp_path)) == wanted
+
+
+def test_other_failures_say_what_they_say(tmp_path):
+    assert _said(FileNotFoundError(errno.ENOENT, "gone"), RunFolder(tmp_path)) == "[Errno 2] gone"
+
+
+def test_a_disk_that_is_too_small_for_the_runs_model_is_said_before(tmp_path, monkeypatch):
+    create_model(tmp_path / "hf", FreshModel(), seed=0)
+    parameters = tensor_elements(tmp_path / "hf" / "model.safetensors")
+    needed = parameters * (4 + 3 * 12)
+    run = [f"run_dir={tmp_path / 'run'}", f"model.checkpoint={tmp_path / 'hf'}"]
+    config = check(compose_config(["+stage=agent_rl", *run]))
+
+    def free(count):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=count))
+
+    free(needed)
+    assert check_run(config)
+    free(needed - 1)
+    with pytest.raises(ConfigError, match=r"run_dir: .* has 0.0 GB free, and this run writes at least 0.0 GB"):
+        check_run(config)
