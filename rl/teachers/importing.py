@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from rl.teachers.modules import TeacherModel, shard_name
 from rl.teachers.sources import TeacherSource
 from rl.trainer import platform
+from rl.trainer.checkpoint_planner import PieceLoadPlanner
 from rl.trainer.collective import gather_objects, on_every_rank
 from rl.trainer.config import TrainerConfig
 from rl.trainer.manifest import CheckpointError
-from rl.trainer.piece_planner import PieceLoadPlanner
 from teachers.errors import CorruptTeacherError, MissingTeacherError
 from teachers.format import Manifest
 from teachers.shard import StoredShard
@@ -33,8 +33,8 @@ from teachers.store import Added, TeacherStore
 platform.install()
 
 # ruff: noqa: E402  (Megatron needs the platform installed first)
+from rl.trainer.checkpoint_pieces import weight_pieces
 from rl.trainer.convert import read_weights
-from rl.trainer.pieces import weight_pieces
 
 FINGERPRINT = "fingerprint"
 Read = Callable[[int], None]

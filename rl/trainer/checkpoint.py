@@ -1,7 +1,7 @@
 """Checkpoints that another layout can resume from, that are complete or absent, and that say what is wrong with them.
 
     DIRECTORY/manifest.json     step, layout, the caller's extra state, and each file's size and hash; written last
-    DIRECTORY/*.distcp, ...     the pieces of all ranks (see ``rl.trainer.pieces``) in PyTorch's distributed format
+    DIRECTORY/*.distcp, ...     all ranks' pieces (``rl.trainer.checkpoint_pieces``) in PyTorch's distributed format
     DIRECTORY/rng_RANK.pt       the rank's RNG states
 
 Everything is written into ``.DIRECTORY.partial``, forced to the disk, and renamed, so that a process that dies while
@@ -37,10 +37,10 @@ platform.install()
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
+from rl.trainer.checkpoint_pieces import Piece, copied, state_pieces
+from rl.trainer.checkpoint_planner import PieceLoadPlanner, PieceSavePlanner
 from rl.trainer.model import PolicyModel
 from rl.trainer.optimizer import Optimizer
-from rl.trainer.piece_planner import PieceLoadPlanner, PieceSavePlanner
-from rl.trainer.pieces import Piece, copied, state_pieces
 
 HASH_BLOCK_BYTES = 16 * 2**20
 

@@ -12,7 +12,7 @@ several in a row, are compiled together, and all of a stage may be replayed as o
 small model's layers take less time on a fast GPU than starting them does.
 
 In fp32 on the CPU, without context parallelism, a layer is one function with a backward pass of its own
-(``rl.trainer.by_hand_layer``), unless only some of its parameters are trained; a model's last one then goes on with the
+(``rl.trainer.cpu_layer``), unless only some of its parameters are trained; a model's last one then goes on with the
 tokens that are read alone.
 """
 
@@ -27,9 +27,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int32
 from torch import Tensor
 
-from rl.trainer import by_hand, platform
-from rl.trainer.by_hand_layer import Layer, Shape
+from rl.trainer import platform
 from rl.trainer.compiled import compiled, vary_rows
+from rl.trainer.cpu_layer import Layer, Shape
+from rl.trainer.cpu_norm import Norm, fp32_on_cpu
 from rl.trainer.flash import flash_attention
 from rl.trainer.layer_graph import LayerGraphs
 from rl.trainer.layer_passes import AutogradPasses, HandPasses, Passes, Weights
@@ -45,8 +46,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 def rms_norm(x: Float[Tensor, "*dims hidden"], weight: Float[Tensor, " hidden"], eps: float) -> Tensor:
     """Root-mean-square norm in fp32, scaled in the parameters' dtype, as the Hugging Face models do it."""
-    if by_hand.applies_to(x):
-        return by_hand.Norm.apply(x, weight, eps)
+    if fp32_on_cpu(x):
+        return Norm.apply(x, weight, eps)
     return F.rms_norm(x.float(), (x.size(-1),), None, eps).to(x.dtype) * weight
 
 
@@ -158,7 +159,7 @@ class DenseLayer(TransformerLayer):
             if not self._groups:  # a layer before it has computed it
                 return hidden_states, None
         in_rows = spans is None and packed_seq_params.gathered_order is None
-        if in_rows and by_hand.applies_to(hidden_states):
+        if in_rows and fp32_on_cpu(hidden_states):
             weights = self.weights()
             buffers = _gradient_buffers(weights)
             if buffers is not None or not torch.is_grad_enabled():

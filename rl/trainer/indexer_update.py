@@ -12,8 +12,8 @@ from algorithms.metrics import Mean, Metric, merge_metrics
 from rl.batch import build_batch
 from rl.stopwatch import Stopwatch
 from rl.trainer import platform
+from rl.trainer.learning_rate import learning_rate
 from rl.trainer.result import NonFiniteUpdateError, UpdateResult
-from rl.trainer.schedule import learning_rate
 from rollout.trajectory import Trajectory
 
 platform.install()

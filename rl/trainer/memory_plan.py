@@ -135,7 +135,7 @@ def layer_activations(hf: PretrainedConfig, by_hand: bool = False) -> tuple[floa
     those that are spread over them.
 
     Args:
-        by_hand: the layer is ``rl.trainer.by_hand_layer``'s.
+        by_hand: the layer is ``rl.trainer.cpu_layer``'s.
     """
     heads, hidden = hf.num_attention_heads, hf.hidden_size
     settings = hf.to_dict()

@@ -33,6 +33,7 @@ from rl.stopwatch import Stopwatch
 from rl.teachers.teaching import TeacherSetup, Teaching
 from rl.trainer import platform
 from rl.trainer.config import OptimizerConfig, TrainerConfig
+from rl.trainer.learning_rate import learning_rate
 from rl.trainer.result import (
     COMPUTED_NEEDS,
     RECORDED_NEEDS,
@@ -40,7 +41,6 @@ from rl.trainer.result import (
     NonFiniteUpdateError,
     UpdateResult,
 )
-from rl.trainer.schedule import learning_rate
 from rl.weights.rank import RankSender
 from rl.weights.serialize import Bucket, make_buckets
 from rollout.trajectory import Trajectory
@@ -63,7 +63,6 @@ from rl.trainer.checkpoint import Checkpoints
 from rl.trainer.collective import gather_objects, on_every_rank, on_rank_zero
 from rl.trainer.cost import balance_length
 from rl.trainer.distributions import PolicyLogits
-from rl.trainer.figures import Unread
 from rl.trainer.forward import batch_logprobs, batch_topk, run_passes
 from rl.trainer.indexer_update import update_indexer
 from rl.trainer.memory_plan import check_fits, describe, plan_memory
@@ -71,6 +70,7 @@ from rl.trainer.model import PolicyModel, build_chunks, read_hf_config
 from rl.trainer.offload import Offload
 from rl.trainer.optimizer import Optimizer
 from rl.trainer.transfer import sent
+from rl.trainer.update_figures import Unread
 
 TEACHER_NEEDS = frozenset({Need.TEACHER_LOGPROBS, Need.TEACHER_VIEWS, Need.LOGITS})
 

@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from rl.trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from rl.trainer.schedule import learning_rate
+from rl.trainer.learning_rate import learning_rate
 
 
 def test_warm_up_then_decay():

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from rl.trainer import packing
-from rl.trainer.by_hand import Norm
-from rl.trainer.by_hand_layer import Layer, Shape
+from rl.trainer.cpu_layer import Layer, Shape
+from rl.trainer.cpu_norm import Norm
 from rl.trainer.dense_layer import _after_attention, _before_attention
 from rl.trainer.layer_passes import Weights
 from rl.trainer.packing import build_layout

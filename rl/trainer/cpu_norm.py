@@ -10,7 +10,7 @@ from jaxtyping import Float32
 from torch import Tensor
 
 
-def applies_to(x: Tensor) -> bool:
+def fp32_on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32
 
 

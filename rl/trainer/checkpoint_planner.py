@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from rl.trainer.checkpoint_pieces import Piece
 from rl.trainer.manifest import CheckpointError
-from rl.trainer.pieces import Piece
 
 
 def _index(piece: Piece) -> MetadataIndex:

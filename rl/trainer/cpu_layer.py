@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Complex64, Float32, Int, Int64
 from torch import Tensor
 
-from rl.trainer.by_hand import unit_rows
+from rl.trainer.cpu_norm import unit_rows
 from rl.trainer.layer_passes import Weights
 from rl.trainer.packing import Packing
 
