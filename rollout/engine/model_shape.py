@@ -14,7 +14,8 @@ from typing import Any
 
 INDEX_BLOCK = 128
 """Channels of an indexer key that share a scale of 4 bytes."""
-KNOWN_LAYERS = {"full_attention", "indexed_attention"}
+KNOWN_LAYERS = {"full_attention", "indexed_attention", "deepseek_sparse_attention"}
+"""The last two are one: the name that transformers has for DSA, and had until 5.12."""
 
 
 class ModelShapeError(ValueError):

@@ -68,6 +68,12 @@ def test_one_indexer_for_four_layers_saves_three_quarters_of_its_cache(sharing):
     assert shared.entry_bytes("bfloat16") == alone.entry_bytes("bfloat16")
 
 
+@pytest.mark.parametrize("name", ["indexed_attention", "deepseek_sparse_attention"])
+def test_either_name_that_transformers_writes_for_sparse_layers_is_known(name):
+    named = model_shape(hf_config("glm5", num_hidden_layers=4, layer_types=[name] * 4))
+    assert named == model_shape(hf_config("glm5", num_hidden_layers=4))
+
+
 def test_parameters_are_those_of_the_weights(models):
     shape = read_model_shape(models[0].directory)
     counted = sum(p.numel() for p in models[0].hf.parameters() if p.dim() > 1)
