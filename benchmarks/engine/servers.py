@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.engine.pools import HiSparsePool
+from rollout.engine.hisparse import RESERVE
 from rollout.processes import ManagedProcess, ProcessError, ProcessRegistry, free_ports
 
 Side = Literal["plain", "hisparse", "hicache"]
@@ -22,12 +23,6 @@ STREAM_INTERVAL = 16
 """Tokens an event of a stream carries, so that streaming costs neither side much."""
 PLAIN_RESERVE = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1024"}
 """Tokens that SGLang keeps free for a running request's growth."""
-HISPARSE_RESERVE = {
-    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "128",
-    "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR": "1",
-}
-"""With HiSparse growth goes to the host and takes no buffer. But SGLang takes a request back when fewer pages are free
-than the next step could need (one a request), which can crash it; so that much stays free, and does not decay."""
 POLL_S = 0.5
 
 
@@ -148,7 +143,7 @@ def cuda_spec(side: Side, model: Path, pool: HiSparsePool, plain_tokens: int, gr
     }
     reserve = PLAIN_RESERVE
     if side == "hisparse":
-        reserve = HISPARSE_RESERVE
+        reserve = RESERVE
         config = {"top_k": 2048, "device_buffer_size": pool.buffer, "host_to_device_ratio": pool.ratio}
         arguments |= {
             "disable-radix-cache": True,

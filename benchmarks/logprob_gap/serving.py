@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from benchmarks.engine.pools import PAGE, KvBytes, hisparse_pool
-from benchmarks.engine.servers import HISPARSE_RESERVE, Argument, Server, ServerSpec, common
+from benchmarks.engine.servers import Argument, Server, ServerSpec, common
 from benchmarks.logprob_gap.models import (
     DENSE_LAYERS,
     DSA_LAYERS,
@@ -25,6 +25,7 @@ from benchmarks.logprob_gap.models import (
     Case,
 )
 from benchmarks.logprob_gap.records import record
+from rollout.engine.hisparse import RESERVE
 from rollout.trajectory import NOT_RECORDED, Trajectory
 
 SLACK = 64
@@ -81,7 +82,7 @@ def _with_hisparse(arguments: dict[str, Argument], context: int, requests: int) 
         "hisparse-config": json.dumps(config),
         "max-total-tokens": pool.device_tokens,
     }
-    return ServerSpec("hisparse", arguments, HISPARSE_RESERVE | NO_DENSE_PREFILL)
+    return ServerSpec("hisparse", arguments, RESERVE | NO_DENSE_PREFILL)
 
 
 def until_idle(server: Server, timeout_s: float) -> None:

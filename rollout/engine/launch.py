@@ -122,7 +122,8 @@ def environment(config: EngineConfig, address: str = "127.0.0.1") -> dict[str, s
     if config.disaggregation is not None:
         common["SGLANG_HOST_IP"] = address  # where KV caches are sent to; else the first network card's
     if config.device == "cuda":
-        return common | {CUMEM: os.environ.get(CUMEM, NCCL_DECIDES)} | expert_tiles.environment(config)
+        reserve = hisparse.RESERVE if config.hisparse is not None else {}
+        return common | {CUMEM: os.environ.get(CUMEM, NCCL_DECIDES)} | reserve | expert_tiles.environment(config)
     return common | {
         "SGLANG_USE_CPU_ENGINE": "1",
         "TORCHDYNAMO_DISABLE": "1",  # no Triton to compile for

@@ -5,6 +5,7 @@ from pydantic import ValidationError
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.disaggregation import DisaggregationConfig
+from rollout.engine.hisparse import RESERVE, HiSparseConfig
 from rollout.engine.launch import command, environment
 
 
@@ -65,6 +66,12 @@ def test_servers_share_memory_between_gpus_as_the_trainer_does(monkeypatch, set_
         monkeypatch.setenv("NCCL_CUMEM_ENABLE", set_for_the_run)
     found = environment(EngineConfig(context_length=128, device="cuda"))
     assert found["NCCL_CUMEM_ENABLE"] == servers
+
+
+def test_servers_with_hisparse_keep_room_for_every_request_that_runs():
+    settings = {"device": "cuda", "context_length": 8192, "prefix_cache": False}
+    assert RESERVE.items() <= environment(EngineConfig(**settings, hisparse=HiSparseConfig())).items()
+    assert not RESERVE.keys() & environment(EngineConfig(**settings)).keys()
 
 
 def test_halves_of_a_pair_send_their_kv_cache_from_the_address_they_are_reached_at():
