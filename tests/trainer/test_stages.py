@@ -4,6 +4,7 @@ import pytest
 
 from rl.commands.exits import EXIT_BAD_CONFIG
 from rl.commands.train import main
+from rl.fresh_model import character_tokenizer
 from rl.trainer.stages import selecting_layer, stage_problem
 from tests.trainer.models import MODELS, save_model
 
@@ -41,7 +42,7 @@ def test_what_is_wrong_and_what_works(layers, indexers, stages, says):
 @pytest.fixture
 def directory(tmp_path):
     save_model("glm_moe_dsa", tmp_path / "model")
-    (tmp_path / "model" / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    character_tokenizer(64).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
