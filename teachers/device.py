@@ -167,7 +167,7 @@ class Lane:
         for tensor in tensors:
             dtype = tensor.kind.dtype
             for piece in tensor.pieces:
-                head, body = (self._staged(source, tensor.begin, span) for span in (piece.head, piece.body))
+                head, body = (self._bytes(source, tensor.begin, span) for span in (piece.head, piece.body))
                 out = image[tensor.out + piece.start * dtype.itemsize : tensor.out + piece.stop * dtype.itemsize]
                 if tensor.kind.fp8:
                     codec.decode_fp8(out, head, body, dtype)
@@ -176,10 +176,10 @@ class Lane:
                 moved += len(head) + len(body)
         return moved
 
-    def _staged(self, source: Source, begin: int, span: tuple[int, int]) -> Tensor:
-        staged = torch.empty(span[1] - span[0], dtype=torch.uint8)
-        self._pour(source.spans(begin + span[0], begin + span[1]), staged)
-        return staged
+    def _bytes(self, source: Source, begin: int, span: tuple[int, int]) -> Tensor:
+        """Where they lie, if that is in one piece."""
+        spans = source.spans(begin + span[0], begin + span[1])
+        return spans[0] if len(spans) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *spans])
 
     def to_host(self, image: Tensor, arena: Arena, frames: Sequence[int]) -> None:
         """Queue the copy of a plain teacher's image back into pinned memory."""
