@@ -12,6 +12,7 @@ import aiohttp
 
 from benchmarks.publish.bench import Bench
 from benchmarks.publish.models import Weights, changed, write
+from rl.weights.delta import threads
 from rl.weights.delta_transport import DeltaTransport, Held
 from rl.weights.publisher import publish
 from rollout.processes import ManagedProcess, free_port
@@ -61,6 +62,8 @@ class Patches:
             "sent_bytes": sent.nbytes,
             "compression": round(compression, 2) if compression else None,
             "prepare_seconds": round(prepared, 3),
+            "encoding_seconds": round(transport.encoding_seconds, 3),
+            "threads": threads(),
             "prepare_gb_per_s": round(bench.nbytes / prepared / 1e9, 3),
             "load_seconds": round(done.load_seconds, 4),
             "pause_seconds": round(done.seconds, 4),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,8 @@ class DeltaTransport:
     """For one receiver to take one patch."""
     sent: dict[str, Sent] = field(default_factory=dict)
     """By URL of the engine."""
+    encoding_seconds: float = 0.0
+    """Of all patches that were made."""
     _patches: dict[str, Path] = field(default_factory=dict)
     _encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -125,7 +128,9 @@ class DeltaTransport:
                 self.work.mkdir(parents=True, exist_ok=True)
                 file = self.work / f"v{self.new.version}-{way}.patch"
                 frames = functools.partial(patch, self.new.directory, self.new.version, old, number)
+                begin = time.perf_counter()
                 await asyncio.to_thread(_write, file, frames)
+                self.encoding_seconds += time.perf_counter() - begin
                 self._patches[way] = file
             return self._patches[way]
 
