@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rl.config import STAGES, ConfigError
+from rl.config import STAGES, ConfigError, TaskConfig, fields_of, has_key
+from rl.teachers.config import TeacherConfig
+from tasks.registry import load_task
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
@@ -39,14 +41,55 @@ def compose_plan(overrides: Sequence[str], config_dir: Path = CONFIG_DIR) -> dic
 
 def _compose(name: str, overrides: Sequence[str], config_dir: Path, required: bool) -> dict[str, Any]:
     _check_words(overrides)
-    try:
-        with initialize_config_dir(version_base=None, config_dir=str(config_dir)):
-            composed = compose(config_name=name, overrides=list(overrides))
-            plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=required)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain(error, overrides, config_dir, name)) from error
+    plain: Any = None
+    while plain is None:
+        try:
+            with initialize_config_dir(version_base=None, config_dir=str(config_dir)):
+                composed = compose(config_name=name, overrides=list(overrides))
+                plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=required)
+        except (HydraException, OmegaConfBaseException) as error:
+            left_out = re.search(r"Could not override '([^']+)'", str(error))
+            if left_out is None or not _is_ours(left_out[1], overrides, config_dir, name):
+                raise ConfigError(_explain(error, overrides, config_dir, name)) from error
+            # Hydra wants a + before a key that the files leave out; that it is one of ours is known without.
+            overrides = [f"++{text}" if text.startswith(f"{left_out[1]}=") else text for text in overrides]
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+def _is_ours(key: str, overrides: Sequence[str], config_dir: Path, name: str) -> bool:
+    """Whether a key that the files leave out is one of the typed config's, or an option of what is chosen."""
+    section, _, last = key.rpartition(".")
+    return has_key(key) or last in _fields(section, _chosen(overrides, config_dir, name))
+
+
+def _chosen(overrides: Sequence[str], config_dir: Path, name: str) -> dict[str, Any]:
+    """What the files give, with the configs that the command line chooses; {} where it chooses wrongly, which is said
+    in its turn."""
+    choices = [text for text in overrides if (config_dir / text.partition("=")[0].lstrip("+")).is_dir()]
+    try:
+        with initialize_config_dir(version_base=None, config_dir=str(config_dir)):
+            plain = OmegaConf.to_container(compose(config_name=name, overrides=choices), resolve=False)
+    except (HydraException, OmegaConfBaseException):
+        return {}
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _fields(section: str, chosen: Mapping[str, Any]) -> list[str]:
+    """Keys that a section may have."""
+    match section.split("."):
+        case ["algorithm"] if "algorithm" in chosen:
+            from algorithms import registry  # with PyTorch, which takes a second
+
+            return sorted(type(registry.load_config(chosen["algorithm"]["name"], {})).model_fields)
+        case ["tasks", task] if task in chosen.get("tasks", {}):
+            return sorted(TaskConfig.model_fields)
+        case ["tasks", task, "options"] if task in chosen.get("tasks", {}):
+            return sorted(type(load_task(task, {}).options).model_fields)
+        case ["teachers", teacher] if teacher in chosen.get("teachers", {}):
+            return sorted(TeacherConfig.model_fields)
+    return fields_of(section)
 
 
 def _check_words(overrides: Sequence[str]) -> None:
@@ -102,23 +145,27 @@ def _explain(error: Exception, overrides: Sequence[str], config_dir: Path, name:
 
 def _suggest(key: str, config_dir: Path, overrides: Sequence[str], name: str) -> str:
     """What was meant: of a config that was not chosen, with the same last word, or spelt alike."""
+    if (config_dir / key).is_dir():
+        return f"; write +{key}=..."
     section, _, rest = key.partition(".")
     group, chosen = section.removesuffix("s"), rest.partition(".")[0]
-    if group != section and (config_dir / group / f"{chosen}.yaml").is_file():
+    composed = _chosen(overrides, config_dir, name)
+    known = _keys(composed, "")
+    if group != section and (config_dir / group / f"{chosen}.yaml").is_file() and f"{section}.{chosen}" not in known:
         added = "" if any(group in entry for entry in OmegaConf.load(config_dir / f"{name}.yaml").defaults) else "+"
         return f"; {chosen} is not chosen: add it to {added}{group}=[...]"
-    stage = [text for text in overrides if text.startswith("+stage=")]
-    with initialize_config_dir(version_base=None, config_dir=str(config_dir)):
-        known = _keys(OmegaConf.to_container(compose(config_name=name, overrides=stage), resolve=False), "")
-    ends = [other for other in known if other.rpartition(".")[2] == key.rpartition(".")[2]]
+    parent, _, last = key.rpartition(".")
+    beside = _fields(parent, composed) if parent else []
+    known += [other for other in (f"{parent}.{field}" for field in beside) if other not in known]
+    ends = [other for other in known if other.rpartition(".")[2] == last]
     inside = [other for other in ends if other.startswith(f"{section}.")] or ends
-    alike = difflib.get_close_matches(key, [other for other in known if not key.startswith(other)], n=1, cutoff=0.8)
+    if beside:
+        alike = [f"{parent}.{field}" for field in difflib.get_close_matches(last, beside, n=1, cutoff=0.7)]
+    else:
+        alike = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     if meant := inside[:3] or alike:
         return f"; did you mean {' or '.join(meant)}?"
-    parent = key.rpartition(".")[0]
-    beside = [other.rpartition(".")[2] for other in known if parent and other.rpartition(".")[0] == parent]
-    has = f"{parent} has {', '.join(beside)}; " if beside else ""
-    return f" ({has}a key that the files leave out is added with +key=value)"
+    return f"; {parent} has {', '.join(beside)}" if beside else ""
 
 
 def _keys(node: Any, prefix: str) -> list[str]:

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -327,6 +327,24 @@ def _line(problem: Mapping[str, Any]) -> str:
         return f"{key}: required, but not set" + ("; choose some with task=[NAME,...]" if key == "tasks" else "")
     message = problem["msg"].removeprefix("Value error, ")
     return f"{key}: {message}" if key else message
+
+
+def has_key(key: str) -> bool:
+    """Whether a run's config has such a dotted key; of what stands under a name (tasks, teachers) or is free-form
+    (algorithm) nothing is known here."""
+    section, _, last = key.rpartition(".")
+    return last in fields_of(section)
+
+
+def fields_of(section: str) -> list[str]:
+    """The keys of a section of the run's config, which "" is itself; [] where there is no such section."""
+    model: Any = RunConfig
+    for part in section.split(".") if section else []:
+        field = model.model_fields.get(part) if model is not None else None
+        annotation = field.annotation if field is not None else None
+        sections = [c for c in (annotation, *get_args(annotation)) if isinstance(c, type) and issubclass(c, BaseModel)]
+        model = sections[-1] if sections and get_origin(annotation) is not dict else None
+    return sorted(model.model_fields) if model is not None else []
 
 
 def _fields_at(path: list[str]) -> list[str]:

@@ -99,6 +99,7 @@ def check_run(config: RunConfig) -> Plan:
             check_model_dir(config.model.checkpoint)
         except ModelDirError as error:
             raise ConfigError(f"model.checkpoint: {error}") from error
+    _indexers(config)
     _stages(config)
     _engine(config)
     _needs(config, algorithm)
@@ -186,6 +187,17 @@ def _algorithm(config: RunConfig) -> Algorithm:
             f"algorithm={name} asks no teacher, and stage {config.stage} is for them: choose algorithm=opd"
         )
     return algorithm
+
+
+def _indexers(config: RunConfig) -> None:
+    if config.trainer.trained == "model":
+        return
+    given = config.model.checkpoint
+    if given is None or "index_topk" not in json.loads((given / "config.json").read_text()):
+        raise ConfigError(
+            f"stage {config.stage} trains the indexers of sparse attention (GLM-5), which "
+            f"{given or 'a fresh model'} has not; give such a model as model.checkpoint"
+        )
 
 
 def _stages(config: RunConfig) -> None:

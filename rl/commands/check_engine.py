@@ -26,6 +26,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--prompt", default="5,6,7,8,9,10,11,12", help="token ids of its vocabulary, comma-separated")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one request")
     options = parser.parse_args(argv)
+    if not options.url.startswith(("http://", "https://")):
+        parser.error(f"{options.url}: must be a URL, as in http://HOST:PORT")
     try:
         prompt = [int(token) for token in options.prompt.split(",")]
     except ValueError:

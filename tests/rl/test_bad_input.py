@@ -83,6 +83,12 @@ def refuse(capsys, *overrides):
         (["+stage=agent_rl", "replay=/nowhere"], "replay: /nowhere has no trajectories"),
         (["+stage=agent_rl", "model=hf"], "model.checkpoint: required, but not set"),
         (["+stage=agent_rl", "model=hf", "model.checkpoint=/nowhere"], "model.checkpoint: /nowhere does not exist"),
+        (["+stage=agent_rl", "teacher=[calculator]"], "teacher: unknown key; write +teacher=..."),
+        (["+stage=agent_rl", "cluster.colocated=true"], "cluster.colocated=true needs engine.memory_saver=true"),
+        (
+            ["+stage=indexer_warmup"],
+            "stage indexer_warmup trains the indexers of sparse attention (GLM-5), which a fresh",
+        ),
         (["+stage=agent_rl", "seed"], "seed: not KEY=VALUE"),
         (["+stage=agent_rl", "--dry-run"], "--dry-run: there is no such option; --help"),
         (["+stage=agent_rl", "seed=1,2"], "write a list as seed=[1,2]; a run takes one value"),
@@ -95,7 +101,13 @@ def refuse(capsys, *overrides):
         (["+stage=agent_rl", "teachers.sorting.weight=2"], "sorting is not chosen: add it to +teacher=[...]"),
         (["+stage=agent_rl", "lr=1e-4"], "lr: unknown key; did you mean trainer.optimizer.lr or sft.optimizer.lr?"),
         (["+stage=agent_rl", "trainer.lr=1e-4"], "trainer.lr: unknown key; did you mean trainer.optimizer.lr?"),
-        (["+stage=agent_rl", "checkpoint.often=1"], "checkpoint.often: unknown key (checkpoint has every, keep; "),
+        (["+stage=agent_rl", "checkpoint.often=1"], "checkpoint.often: unknown key; checkpoint has every, keep"),
+        (["+stage=agent_rl", "engine.placment=ray"], "engine.placment: unknown key; did you mean engine.placement?"),
+        (["+stage=agent_rl", "algorithm.klcoeficient=1"], "unknown key; did you mean algorithm.kl_coefficient?"),
+        (
+            ["+stage=agent_rl", "tasks.sorting.options.long=1"],
+            "unknown key; tasks.sorting.options has good_share, length",
+        ),
         (["+stage=agent_rl", "resume=true"], "resume: must be no, auto, or a checkpoint's folder"),
         (
             ["+stage=agent_rl", "tasks.calculator.url=host:80"],

@@ -35,3 +35,11 @@ def test_algorithms():
     for path in (CONFIG_DIR / "algorithm").glob("*.yaml"):
         if path.stem not in ("sft", "opd"):
             assert composed("agent_rl", f"algorithm={path.stem}").algorithm["name"] == path.stem
+
+
+def test_keys_that_the_files_leave_out_need_no_plus():
+    config = composed("agent_rl", "trainer.parallel.sequence_parallel=false", "engine.recovery.max_restarts=9")
+    assert config.engine.recovery.max_restarts == 9
+    assert composed("agent_rl", "distillation.route=rule").distillation.route == "rule"
+    assert composed("agent_rl", "algorithm.kl_coefficient=0.1").algorithm["kl_coefficient"] == 0.1
+    assert composed("opd", "teachers.sorting.weight=2").teachers["sorting"].weight == 2

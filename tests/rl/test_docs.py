@@ -228,6 +228,8 @@ def test_keys_exist_and_choices_are_among_those_there_are(page):
         else:
             found = fields([section, *rest])
             assert found, key
+            if value is not None and rest and section != "tasks" and key.islower():
+                assert compose_config(["+stage=agent_rl", f"{key}={value}"]), key
             for literal in (f for f in found if f is not None and get_origin(f.annotation) is Literal):
                 assert value is None or value.isupper() or yaml.safe_load(value) in get_args(literal.annotation), (
                     key,
