@@ -15,6 +15,7 @@ from typing import Literal
 
 from rollout.engine.config import EngineConfig
 from rollout.engine.disaggregation import Role
+from rollout.engine.hisparse import ADMITTED_OUTPUT as HISPARSE_ADMITTED_OUTPUT
 from rollout.engine.hisparse import PAGE_TOKENS, HiSparseConfig
 from rollout.engine.model_shape import ModelShape
 
@@ -22,7 +23,10 @@ Version = Literal["0.5.16", "0.5.23"]
 INDEX_BYTES = 4
 """Of an int32."""
 ADMITTED_OUTPUT = 4096
-"""Output tokens that SGLang wants room for, at most, before it lets a request in."""
+"""Output tokens that SGLang wants room for, at most, before it lets a request in. With HiSparse servers are started
+with fewer (``hisparse.RESERVE``)."""
+NEW_TOKEN_TENTHS = 7
+"""Of these, SGLang keeps so many tenths free for each request that runs; with HiSparse that does not decay."""
 
 
 class CapacityError(ValueError):
@@ -80,21 +84,29 @@ class PoolPlan:
         With HiSparse a decode server gets a prompt's KV into its host pool.
         """
         if not self.prefills:
-            return self.hot_tokens or 0
-        return _pages(load.prompt + min(load.output, ADMITTED_OUTPUT), self.page)
+            return 0 if self.hot_tokens is None else self.hot_tokens + PAGE_TOKENS
+        admitted = ADMITTED_OUTPUT if self.hot_tokens is None else HISPARSE_ADMITTED_OUTPUT
+        return _pages(load.prompt + min(load.output, admitted), self.page)
+
+    def free_tokens(self, load: Workload) -> int:
+        """GPU tokens that are kept free, with HiSparse, for each request that runs: a page, or what SGLang reserves
+        where it lets prompts in."""
+        reserved = -(-NEW_TOKEN_TENTHS * min(load.output, HISPARSE_ADMITTED_OUTPUT) // 10)
+        return max(PAGE_TOKENS, reserved) if self.prefills else PAGE_TOKENS
 
     def requests(self, load: Workload) -> int:
         """Requests that run together in an attention group without one being taken back.
 
         With HiSparse a request holds its whole prompt on the GPU while that is computed, then its hot buffer; SGLang
-        lets it in when prompt and output (4,096 tokens of it at most) have room.
+        lets it in when prompt and some output have room beside the others and what is kept free for those.
         """
         whole = _pages(load.context, self.page)
         fit = self.logical_tokens // whole
         if self.hot_tokens is not None:
             hot = min(self.hot_tokens, whole)
             entering = max(self.entering_tokens(load), hot)
-            fit = min(fit, 0 if entering > self.tokens else 1 + (self.tokens - entering) // hot)
+            others = (self.tokens - entering) // (hot + self.free_tokens(load))
+            fit = min(fit, 0 if entering > self.tokens else 1 + others)
         return min(fit, self.slots)
 
 

@@ -32,7 +32,8 @@ EXCLUDED = {
     "enable-kv-cache-sharding": "every rank holds all of a request's KV",
 }
 """SGLang's arguments that HiSparse refuses, and why."""
-RESERVE = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "128", "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR": "1"}
+ADMITTED_OUTPUT = 128
+RESERVE = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": str(ADMITTED_OUTPUT), "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR": "1"}
 """Of the environment: what SGLang keeps free for the growth of each request that runs. Growth goes to the host and
 takes no buffer, so a share of 128 tokens does (by default of 4,096, for which fewer would run). But SGLang takes
 requests back when fewer pages are free than the next step could need, one a request, and a server with HiSparse dies of
