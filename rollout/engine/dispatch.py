@@ -21,8 +21,8 @@ CHECK_UP_S = 5.0
 
 
 class Dispatch:
-    """Which server has which request. Every call waits for a server that is being started again, and fails at once
-    where none is left."""
+    """Which server has which request. ``generate`` waits for a server that is being started again, and fails at once
+    where none is left; ``score`` takes what serves now."""
 
     def __init__(self, supervisor: Supervisor, routes: Routes) -> None:
         self._supervisor = supervisor

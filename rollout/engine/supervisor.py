@@ -189,8 +189,8 @@ class Supervisor:
     def publish_ended(self, holds: int) -> None:
         """It left its participants with this version; ``current`` has the fleet's."""
         if holds != self.version:
-            for index in self._routes.generating:
-                self._routes.forget_cache(index)
+            for server in self.servers:
+                self._routes.forget_cache(server.spec.index)
         self._apply(self._recovery.publish_ended(holds))
 
     def suspected(self, index: int) -> None:

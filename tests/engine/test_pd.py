@@ -25,10 +25,14 @@ from rollout.engine import launcher as launcher_module
 from rollout.engine.config import EngineConfig
 from rollout.engine.disaggregation import DisaggregationConfig, RoleConfig, transfer_problem
 from rollout.engine.fleet import EngineFleet
+from rollout.engine.launch import server_specs
 from rollout.engine.pd import ROOMS, Half, Rendezvous, generate_apart, hand_over, pairs, rendezvous
 from rollout.engine.protocol import EngineError, EngineLost, FinishReason, Generation, Sampling
 from rollout.engine.recovery import RecoveryConfig
+from rollout.engine.routing import Routes
+from rollout.engine.server import Server
 from rollout.engine.sglang import SGLangEngine
+from rollout.engine.supervisor import Supervisor
 from rollout.processes import ProcessError, ProcessRegistry, free_port
 from tests.engine.conftest import CONTEXT_LENGTH, received, until, until_received, until_running, until_streaming
 from tests.trainer.models import MODELS, save_model
@@ -120,6 +124,21 @@ def test_a_publication_that_aborts_the_first_request_of_a_pair_proves_nothing():
     assert handed_over(aborted, aborted, generation(5, 6)) == [0, 1, 2]
     with pytest.raises(EngineError, match=r"prefill-0 could not .* to decode-1: gone; see p.log and d.log"):
         handed_over(aborted, EngineLost("gone"))
+
+
+def test_a_publication_has_prefixes_forgotten_of_servers_that_prefill_too(tmp_path):
+    apart = DisaggregationConfig(prefill=RoleConfig(servers=2), decode=RoleConfig(servers=2))
+    config = EngineConfig(context_length=CONTEXT_LENGTH, disaggregation=apart)
+    routes, prompt = Routes(generating=[2, 3], prefill=[0, 1]), list(range(256))
+    with ProcessRegistry() as registry:
+        launcher = launcher_module.LocalLauncher(config, registry, tmp_path)
+        servers = [Server(spec, config, launcher, print, (0, 0)) for spec in server_specs(config)]
+        supervisor = Supervisor(config, servers, routes, registry, tmp_path, print)
+        assert routes.pick("first", prompt) == (2, 0)
+        assert routes.pick("the same prompt", prompt) == (2, 0)
+        supervisor.publish_begun()
+        supervisor.publish_ended(supervisor.version + 1)
+        assert routes.pick("after it", prompt) == (3, 1)
 
 
 def test_the_experts_of_the_prompt_are_the_prefill_servers():
