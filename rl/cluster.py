@@ -13,7 +13,11 @@ import ray
 from rl.config import ClusterConfig, ConfigError, RunConfig
 from rollout.engine.fit import gpus_needed
 
+log = logging.getLogger(__name__)
+
 CONNECT_S = 5.0
+TOO_SLOW = "timed out during startup"
+"""Of Ray's error where its node did not register."""
 
 
 def start_ray(config: ClusterConfig, stack: AsyncExitStack) -> None:
@@ -35,15 +39,34 @@ def start_ray(config: ClusterConfig, stack: AsyncExitStack) -> None:
                 "run `ray start --head` on a node and `ray start --address=...` on the others, or choose cluster=local"
             ) from error
     else:
-        ray.init(
-            address="local",  # never a Ray that happens to run here
-            num_cpus=config.cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=config.object_store_bytes,
-        )
+        _start_here(config)
     stack.callback(ray.shutdown)
+
+
+def _start_here(config: ClusterConfig) -> None:
+    """Once more where it was too slow: Ray gives its own node 30 s to register, which can't be set."""
+    for again in (True, False):
+        try:
+            ray.init(
+                address="local",  # never a Ray that happens to run here
+                num_cpus=config.cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=config.object_store_bytes,
+            )
+        except Exception as error:  # Ray raises no type of its own here
+            if TOO_SLOW not in str(error):
+                raise
+            ray.shutdown()
+            if not again:
+                raise RuntimeError(
+                    "Ray did not start on this machine within 30 s, twice: it is too busy, or what its logs say "
+                    "(/tmp/ray/session_latest/logs/raylet.err)"
+                ) from error
+            log.warning("Ray did not start within 30 s on this machine, which may be busy; it is started again")
+        else:
+            return
 
 
 def _reach(address: str) -> None:

@@ -24,7 +24,7 @@ from rl.plot import plot_rewards
 from rl.preflight import Plan
 from rl.serving import Serving, check_remote_tasks, start_serving
 from rl.signals import cancel_on_signals
-from rl.starting import while_starting
+from rl.starting import ended, while_starting
 from rl.stopwatch import Stopwatch
 from rl.teachers.driver import start_teachers
 from rl.tracking import build_trackers, check_login
@@ -67,9 +67,13 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
         starting = None
         with stopwatch.phase("start"):
             if plan.needs_engine:
+                serving_stack = await stack.enter_async_context(AsyncExitStack())
                 starting = asyncio.create_task(
-                    start_serving(config, renderer, model_dir, registry, stack, folder.logs, say, plan.top_logprobs)
+                    start_serving(
+                        config, renderer, model_dir, registry, serving_stack, folder.logs, say, plan.top_logprobs
+                    )
                 )
+                stack.push_async_callback(ended, starting)  # before its parts are
                 await asyncio.sleep(0)  # the servers start while Ray does
             if config.cluster.address is None:
                 start_ray(config.cluster, stack)

@@ -9,6 +9,14 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
+async def ended(starting: asyncio.Task[Any]) -> None:
+    """Nothing of it goes on, whatever became of it: that was for whoever waited for it."""
+    starting.cancel()
+    await asyncio.wait((starting,))
+    if not starting.cancelled():
+        starting.exception()
+
+
 async def while_starting(starting: asyncio.Task[Any] | None, work: Coroutine[Any, Any, Result]) -> Result:
     """The work's result.
 
