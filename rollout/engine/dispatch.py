@@ -60,16 +60,15 @@ class Dispatch:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See ``EngineFleet.abort``."""
-        if self._supervisor.in_front is not None:
-            aborts = [server.client.abort(request_ids) for server in self._servers if server.client is not None]
-            for failure in await asyncio.gather(*aborts, return_exceptions=True):
-                if isinstance(failure, BaseException) and not isinstance(failure, EngineLost):  # what is lost has none
-                    raise failure
-            return
+        everywhere = self._supervisor.in_front is not None
+        aborts = []
         for index, server in enumerate(self._servers):
-            mine = [request for request in request_ids if self._generating_on.get(request) == index]
+            mine = [request for request in request_ids if everywhere or self._generating_on.get(request) == index]
             if mine and server.client is not None:
-                await server.client.abort(mine)
+                aborts.append(server.client.abort(mine))
+        for failure in await asyncio.gather(*aborts, return_exceptions=True):
+            if isinstance(failure, BaseException) and not isinstance(failure, EngineLost):  # what is lost has none
+                raise failure
 
     def end_session(self, session: str) -> None:
         """The session sends nothing more."""

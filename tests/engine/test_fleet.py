@@ -16,7 +16,7 @@ import pytest
 from rollout.engine import launcher as launcher_module
 from rollout.engine.config import EngineConfig
 from rollout.engine.fleet import UNKNOWN, EngineFleet
-from rollout.engine.protocol import EngineError, EngineLost, Sampling
+from rollout.engine.protocol import EngineError, EngineLost, FinishReason, Sampling
 from rollout.engine.recovery import Phase, RecoveryConfig
 from rollout.engine.sglang import SGLangEngine
 from rollout.engine.sglang_weights import PauseMode
@@ -134,6 +134,29 @@ def test_scores_are_asked_of_the_server_with_least_to_do(make_fleet, monkeypatch
         assert sorted(Counter(asked).values()) == [2, 2]
 
     asyncio.run(run())
+
+
+def test_requests_are_aborted_on_their_servers_also_where_another_is_lost(make_fleet, monkeypatch):
+    async def run():
+        async with started(make_fleet(("serves", "serves"))) as fleet:
+            tasks = {s: asyncio.create_task(fleet.generate([1], ENDLESS, s, session=s)) for s in "ab"}
+            for process, session in zip(fleet.processes.values(), "ab", strict=True):
+                await until_received(process, session)
+            real, lost = SGLangEngine.abort, fleet.engines[0].url
+
+            async def abort(engine, request_ids):
+                if engine.url == lost:
+                    raise EngineLost("gone")
+                await real(engine, request_ids)
+
+            monkeypatch.setattr(SGLangEngine, "abort", abort)
+            await fleet.abort(["a", "b", "of nobody"])
+            aborted = await asyncio.wait_for(tasks["b"], 60)
+        with pytest.raises(EngineLost):
+            await tasks["a"]  # until its server was stopped
+        return aborted.finish_reason
+
+    assert asyncio.run(run()) is FinishReason.ABORT
 
 
 def test_death_at_start_is_told_with_its_log_and_stops_the_others(make_fleet, registry):
