@@ -31,6 +31,7 @@ ALIGN = 16
 COLUMNS = 5
 ROW_BYTES = 8 * COLUMNS
 _COUNTER_BYTES = 4
+_SCALE_BYTES = 4
 
 Row = tuple[int, int, int, int, int]
 Copy = tuple[int, int, int]
@@ -139,14 +140,14 @@ class Batch:
         self._copy(part.heads, tensor.begin + a.head[0], z.head[1] - a.head[0])
         self._copy(part.bodies, tensor.begin + a.body[0], z.body[1] - a.body[0])
         kind, counters = tensor.kind, self.counters
-        size, unit = kind.dtype.itemsize, (4, 1) if kind.fp8 else (1, kind.dtype.itemsize)
+        size = kind.dtype.itemsize
+        head_unit, body_unit = (_SCALE_BYTES, 1) if kind.fp8 else (1, size)
         jobs = self.jobs.setdefault(kind, [])
         for piece in (tensor.pieces[index] for index in part.pieces):
             head, body = part.heads + piece.head[0] - a.head[0], part.bodies + piece.body[0] - a.body[0]
             last = tensor.width if kind.fp8 else counters
-            jobs.append(
-                (tensor.out // size + piece.start, head // unit[0], body // unit[1], piece.stop - piece.start, last)
-            )
+            out, elements = tensor.out // size + piece.start, piece.stop - piece.start
+            jobs.append((out, head // head_unit, body // body_unit, elements, last))
             counters += _blocks(piece)
         self.rows += len(part.pieces)
         self.counters, self.staged, self.stored = part.counters, part.staged, part.stored

@@ -152,8 +152,9 @@ class Lane:
         return at
 
     def decode_batches(self, tensors: Iterable[Encoded], image: Tensor, source: Source, workspace: Tensor) -> int:
-        """The work of a batch is queued behind that of the one before, which leaves it the workspace."""
-        from teachers import codec_triton
+        """Queue it on the current stream: the work of a batch behind that of the one before, which leaves it the
+        workspace."""
+        from teachers import codec_triton  # Triton is there where a GPU is
 
         moved = 0
         for batch in batches(tensors, len(workspace)):
