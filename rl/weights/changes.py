@@ -80,10 +80,7 @@ def decode(changes: Changes, base: Bytes, itemsize: int) -> Bytes:
     """
     if changes.encoding == "same":
         return base
-    try:
-        streams = [np.frombuffer(zstandard.ZstdDecompressor().decompress(raw), np.uint8) for raw in changes.streams]
-    except zstandard.ZstdError as error:
-        raise ValueError(f"a stream is not zstd: {error}") from error
+    streams = [_decompressed(raw, len(base)) for raw in changes.streams]
     if changes.encoding == "full":
         _require([len(stream) for stream in streams], [len(base)])
         return streams[0]
@@ -99,6 +96,19 @@ def decode(changes: Changes, base: Bytes, itemsize: int) -> Bytes:
         raise ValueError(f"a value at {positions[-1]} changed, there are {len(target)}")
     target[positions] += from_planes(planes)
     return base
+
+
+def _decompressed(raw: bytes, most: int) -> Bytes:
+    """
+    Args:
+        most: bytes that it may have; one that is damaged asks for any number.
+    """
+    try:
+        if (found := zstandard.frame_content_size(raw)) > most:
+            raise ValueError(f"a stream says that it has {found} bytes, {most} is the most")
+        return np.frombuffer(zstandard.ZstdDecompressor().decompress(raw), np.uint8)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"a stream is not zstd: {error}") from error
 
 
 def _require(lengths: Sequence[int], expected: Sequence[int]) -> None:

@@ -11,16 +11,36 @@ import shutil
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from rl.weights.changes import Bytes, Changes, decode
-from rl.weights.delta import AHEAD_A_THREAD, DeltaError, Layout, Part, PartHead, PatchHead, checksum, parts, threads
+from rl.weights.delta import (
+    AHEAD_A_THREAD,
+    MODEL,
+    DeltaError,
+    Layout,
+    Part,
+    PartHead,
+    PatchHead,
+    checksum,
+    parts,
+    threads,
+)
 from rl.weights.tensor_files import LENGTH, Memory, TensorFiles, places, read_header, write_empty
 
 KEPT = 2
 """Versions: the one that the engine has, and the one that it is to have."""
 SUFFIX = ".safetensors"
 INDEX = f"{SUFFIX}.index.json"
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A version that is here."""
+
+    directory: Path
+    sender: str
 
 
 class Copies:
@@ -35,7 +55,7 @@ class Copies:
         """
         self._root = root
         self._model = model
-        self.versions: dict[int, Path] = {version: model}
+        self.versions = {version: Copy(model, MODEL)}
 
     def patching(self, head: PatchHead) -> Patching:
         """
@@ -44,9 +64,11 @@ class Copies:
         """
         base = None
         if head.base is not None:
-            if head.base not in self.versions:
-                raise DeltaError(f"the patch is against version {head.base}, here are {sorted(self.versions)}")
-            base = self.versions[head.base]
+            copy = self.versions.get(head.base)
+            if copy is None or copy.sender != head.sender:
+                here = sorted(number for number, copy in self.versions.items() if copy.sender == head.sender)
+                raise DeltaError(f"the patch is against version {head.base}, here are {here} of this sender")
+            base = copy.directory
         return Patching(head, base, self._model, self._root / "partial")
 
     def add(self, patching: Patching) -> Path:
@@ -61,9 +83,9 @@ class Copies:
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         self.versions.pop(version, None)
-        self.versions[version] = target  # the newest last, also where a version comes again
+        self.versions[version] = Copy(target, patching.head.sender)  # the newest last, also where a version comes again
         for old in list(self.versions)[:-KEPT]:
-            directory = self.versions.pop(old)
+            directory = self.versions.pop(old).directory
             if directory != self._model:
                 shutil.rmtree(directory)
         return target

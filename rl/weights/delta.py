@@ -30,6 +30,8 @@ PART_BYTES = 2 << 20
 """Old, new and their difference stay in a core's cache; and it is what threads share a large tensor by."""
 CORES_A_THREAD, MOST_THREADS = 4, 8
 """Patches are made and applied while engines generate and, often, the trainer trains."""
+MODEL = ""
+"""The sender of the weights that a receiver was started with."""
 AHEAD_A_THREAD = 4
 """Parts that are finished, or begun, before the first of them is taken: a bound of the memory."""
 
@@ -62,9 +64,11 @@ class Layout(_Head):
 class PatchHead(_Head):
     """First frame."""
 
+    sender: str
+    """Whose version this is: those of another run have the same numbers, and other values."""
     version: int
     base: int | None
-    """Version that the patch changes; None: all values come."""
+    """The sender's version that the patch changes; None: all values come."""
     part_bytes: Annotated[int, Field(gt=0, multiple_of=8)]
     layout: tuple[Layout, ...]
 
@@ -112,7 +116,9 @@ def checksum(data: Bytes) -> str:
     return xxhash.xxh3_64_hexdigest(data.data)
 
 
-def patch(new: Path, version: int, old: Path | None = None, base: int | None = None) -> Iterator[bytes]:
+def patch(
+    new: Path, version: int, old: Path | None = None, base: int | None = None, sender: str = MODEL
+) -> Iterator[bytes]:
     """Frames that make ``new`` of a copy of ``old``; without ``old``, of nothing.
 
     Raises:
@@ -123,8 +129,8 @@ def patch(new: Path, version: int, old: Path | None = None, base: int | None = N
     layout = tuple(Layout.of(name, place) for name, place in fresh.items())
     if before is not None and {Layout.of(name, place) for name, place in before.items()} != set(layout):
         raise DeltaError(f"{new} and {old} do not hold the same tensors")
-    head = PatchHead(version=version, base=base if before is not None else None, part_bytes=PART_BYTES, layout=layout)
-    yield _frame(head)
+    known = base if before is not None else None
+    yield _frame(PatchHead(sender=sender, version=version, base=known, part_bytes=PART_BYTES, layout=layout))
     with ExitStack() as stack:
         values = stack.enter_context(TensorFiles(fresh))
         older = stack.enter_context(TensorFiles(before)) if before is not None else None

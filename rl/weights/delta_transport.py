@@ -1,8 +1,8 @@
 """Weights for engines across a slow network: what changed goes to a receiver beside each engine while it still
 generates, is checked there, and is loaded from that machine's memory once all are paused.
 
-    receiver has the version ─► nothing is sent
-    receiver has the base, and the result's checksums are ours ─► the patch
+    receiver has the version of this sender ─► nothing is sent
+    both have the base, and the result's checksums are ours ─► the patch
     else ─► all values
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from rl.weights.delta import patch
+from rl.weights.delta import MODEL, patch
 from rl.weights.serialize import Bucket, check_complete, directory_shapes
 from rl.weights.target import WeightTarget, on_all
 from rollout.engine.protocol import EngineError
@@ -57,6 +57,9 @@ class DeltaTransport:
     """Where patches are kept while they are sent."""
     timeout_s: float
     """For one receiver to take one patch."""
+    sender: str = MODEL
+    """Whose versions these are. A receiver may have served another run before, and a run's version 0 needn't be the
+    model that its servers were started with."""
     sent: dict[str, Sent] = field(default_factory=dict)
     """By URL of the engine."""
     encoding_seconds: float = 0.0
@@ -106,12 +109,14 @@ class DeltaTransport:
         if engine.url not in self.receivers:
             raise EngineError(f"{engine.url} has no receiver beside it; name one in publish.receivers")
         receiver = self.receivers[engine.url]
-        _, held = await _call(session, "GET", f"{receiver}/versions")
-        if (directory := held["versions"].get(str(self.new.version))) is not None:
-            self.sent[engine.url] = Sent("nothing", 0, directory)
+        _, answer = await _call(session, "GET", f"{receiver}/versions")
+        held = {int(v): copy["directory"] for v, copy in answer["versions"].items() if copy["sender"] == self.sender}
+        if self.new.version in held:
+            self.sent[engine.url] = Sent("nothing", 0, held[self.new.version])
             return
-        ways = ["all"] if self.base is None else ["patch", "all"]
-        for way in ways:
+        # Of an older version, which engines go back to, the base is gone here by now.
+        patched = self.base is not None and self.base.version in held and self.base.directory.is_dir()
+        for way in ["patch", "all"] if patched else ["all"]:
             file = await self._encoded(way)
             status, answer = await _call(session, "POST", f"{receiver}/patch", file)
             if status == 200:
@@ -127,7 +132,7 @@ class DeltaTransport:
                 old, number = (base.directory, base.version) if base is not None else (None, None)
                 self.work.mkdir(parents=True, exist_ok=True)
                 file = self.work / f"v{self.new.version}-{way}.patch"
-                frames = functools.partial(patch, self.new.directory, self.new.version, old, number)
+                frames = functools.partial(patch, self.new.directory, self.new.version, old, number, self.sender)
                 begin = time.perf_counter()
                 await asyncio.to_thread(_write, file, frames)
                 self.encoding_seconds += time.perf_counter() - begin

@@ -4,6 +4,7 @@ engines hold, for a publication that fails and for an engine that was started an
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +53,8 @@ class WeightPublisher:
     """The trainer keeps its memory between publications, so that engines may keep it open."""
     current: Fallback | None = None
     """What the engines hold."""
+    _sender: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """See ``DeltaTransport``."""
     _archive: Archive = field(init=False)
     _exported: tuple[int, Transport, Transport] | None = None
     """Version, the way to the engines, and the way back to it later."""
@@ -81,7 +84,7 @@ class WeightPublisher:
             self._exported = (version, disk, disk)
         elif self.choice.way == "delta":
             work = self._archive.root / "patches"
-            delta = DeltaTransport(new, base, self.receivers, work, self.config.timeout_s)
+            delta = DeltaTransport(new, base, self.receivers, work, self.config.timeout_s, self._sender)
             self._exported = (version, delta, delta)
         else:
             self._plan = self._plan or await self.source.plan_weights(self._round_bytes)

@@ -2,7 +2,7 @@
 
     python -m rl.weights.receiver --model DIRECTORY --copies /dev/shm/atelier-copies --port 8300
 
-    GET  /versions   {"versions": {"3": "<directory>"}}
+    GET  /versions   {"versions": {"3": {"directory": "...", "sender": "..."}}}
     POST /patch      frames of ``rl.weights.delta``; 200 with the directory; 409 where all values are needed
 
 It trusts who can reach its port, as SGLang's own weight calls do.
@@ -26,7 +26,9 @@ LOCK = web.AppKey("lock", asyncio.Lock)
 
 
 async def versions(request: web.Request) -> web.Response:
-    return web.json_response({"versions": {str(v): str(path) for v, path in request.app[COPIES].versions.items()}})
+    here = request.app[COPIES].versions.items()
+    found = {str(version): {"directory": str(copy.directory), "sender": copy.sender} for version, copy in here}
+    return web.json_response({"versions": found})
 
 
 async def take_patch(request: web.Request) -> web.Response:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -94,3 +95,10 @@ def test_streams_that_are_cut_or_of_other_arrays_are_refused():
             decode(Changes(changes.encoding, tuple(stream[:-3] for stream in changes.streams)), old.copy(), 2)
         with pytest.raises(ValueError, match="are expected"):
             decode(Changes(changes.encoding, changes.streams[:-1]), old.copy(), 2)
+
+
+@pytest.mark.parametrize("encoding", ["sparse", "dense", "full"])
+def test_a_stream_that_would_take_any_memory_is_refused_before_it_does(encoding):
+    endless = zstandard.ZstdCompressor().compress(bytes(8001))
+    with pytest.raises(ValueError, match="8001 bytes, 8000 is the most"):
+        decode(Changes(encoding, (endless, endless, endless)), np.zeros(8000, np.uint8), 2)
