@@ -29,7 +29,7 @@ from megatron.core import parallel_state
 from rl.trainer.head import scored_hidden, to_tokens
 from rl.trainer.model import PolicyModel
 from rl.trainer.packing import Layout
-from rl.trainer.products import product
+from rl.trainer.products import add_product, product
 
 RowFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """``(logits [rows, vocab], rows) → (values [rows], slopes [rows, vocab])``."""
@@ -115,6 +115,6 @@ class _Mapped(torch.autograd.Function):
             _, slopes = ctx.function(logits, rows[part])
             slopes = slopes[:, first : first + len(weight)]
             torch.mul(product(slopes.to(weight.dtype), weight), scale[part], out=grad_hidden[part])
-            grad_weight += slopes.T @ (hidden[part].float() * scale[part] * share)
+            add_product(grad_weight, slopes.T, hidden[part].float() * scale[part] * share)
         returned = grad_weight.to(weight.dtype) if ctx.gradient is None else None
         return grad_hidden, returned, *[None] * 6
