@@ -218,8 +218,7 @@ def test_a_base_that_is_on_the_device_is_copied_from_there_and_stays_meanwhile(m
     copied = tiers.stats().copied_bytes - before
     assert leased == [{"some", "t0"} if images == 2 else {"some"}]
     assert (copied < 0.5 * size(made)) == (images == 2)  # the delta alone, or its base too
-    assert not tiers._movers.hbm.books.leased
-    assert tiers.offload() >= images * size(made)
+    assert tiers.offload() >= images * size(made)  # once all is done; what is still leased would be an error
     tiers.close()
 
 
