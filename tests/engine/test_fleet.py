@@ -360,8 +360,10 @@ async def restarted(fleet, killed):
 
 
 def test_a_server_is_known_by_its_url_while_it_is_suspect_and_after_it_was_started_again(make_fleet):
+    long = QUICK.model_copy(update={"heartbeat_timeout_s": 3.0})  # so that it is seen while it is suspect
+
     async def run():
-        async with started(make_fleet(("serves", "serves"))) as fleet:
+        async with started(make_fleet(("serves", "serves"), recovery=long)) as fleet:
             before = {url: spec.name for url, spec in fleet.specs.items()}
             os.kill(fleet.processes["engine-1"].pid, signal.SIGSTOP)
             await phase_is(fleet, "engine-1", Phase.SUSPECT)
