@@ -11,7 +11,8 @@ from contextlib import AsyncExitStack
 import ray
 
 from rl.config import ClusterConfig, ConfigError, RunConfig
-from rollout.engine.fit import gpus_needed
+from rollout.engine.launch import server_specs
+from rollout.engine.ray_launcher import bundle
 
 log = logging.getLogger(__name__)
 
@@ -71,20 +72,27 @@ def _start_here(config: ClusterConfig) -> None:
 
 def _reach(address: str) -> None:
     """Ray itself tries for minutes to reach a head node that is not there."""
-    if found := re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", address):
+    if found := re.fullmatch(r"(?:ray://)?\[?([^/\]]+)\]?:(\d+)", address):
         with socket.create_connection((found[1], int(found[2])), CONNECT_S):
             return
 
 
+def demand(config: RunConfig) -> dict[str, float]:
+    """What a run asks of Ray, by its resources' names."""
+    trainer = config.trainer
+    wanted = {"CPU": trainer.world_size * trainer.cpus_per_rank, "GPU": trainer.world_size * trainer.gpus_per_rank}
+    if config.needs_engine and config.engine.placement == "ray":
+        for spec in server_specs(config.engine):
+            for name, count in bundle(spec.settings).items():
+                wanted[name] += spec.settings.nodes_per_server * count
+    return wanted
+
+
 def shortage(config: RunConfig, resources: Mapping[str, float]) -> str | None:
     """What the cluster lacks, as it is now, for trainer and engines; a cluster may still grow."""
-    trainer, engine = config.trainer, config.engine
-    wanted = {"CPU": trainer.world_size * trainer.cpus_per_rank, "GPU": trainer.world_size * trainer.gpus_per_rank}
-    if engine.placement == "ray" and engine.device == "cuda" and not config.cluster.colocated:
-        wanted["GPU"] += gpus_needed(engine)
     lacking = [
         f"{resources.get(name, 0):g} {name}s of the {count:g} that this run takes"
-        for name, count in wanted.items()
+        for name, count in demand(config).items()
         if resources.get(name, 0) < count
     ]
     return f"the Ray cluster has {' and '.join(lacking)}" if lacking else None

@@ -12,12 +12,16 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel
 
-from rl.config import STAGES, ConfigError, TaskConfig, fields_of, has_key
+from rl.config import STAGES, ConfigError, RunConfig, TaskConfig, fields_of
+from rl.plan import PlanConfig
 from rl.teachers.config import TeacherConfig
 from tasks.registry import load_task
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
+TYPED: Mapping[str, type[BaseModel]] = {"config": RunConfig, "plan": PlanConfig}
+"""What ``configs/NAME.yaml`` is checked as."""
 
 
 def compose_config(overrides: Sequence[str], config_dir: Path = CONFIG_DIR) -> dict[str, Any]:
@@ -47,12 +51,15 @@ def _compose(name: str, overrides: Sequence[str], config_dir: Path, required: bo
             with initialize_config_dir(version_base=None, config_dir=str(config_dir)):
                 composed = compose(config_name=name, overrides=list(overrides))
                 plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=required)
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
             left_out = re.search(r"Could not override '([^']+)'", str(error))
             if left_out is None or not _is_ours(left_out[1], overrides, config_dir, name):
                 raise ConfigError(_explain(error, overrides, config_dir, name)) from error
             # Hydra wants a + before a key that the files leave out; that it is one of ours is known without.
-            overrides = [f"++{text}" if text.startswith(f"{left_out[1]}=") else text for text in overrides]
+            added = [f"++{text}" if text.startswith(f"{left_out[1]}=") else text for text in overrides]
+            if added == list(overrides):
+                raise ConfigError(_explain(error, overrides, config_dir, name)) from error
+            overrides = added
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
 
@@ -60,7 +67,9 @@ def _compose(name: str, overrides: Sequence[str], config_dir: Path, required: bo
 def _is_ours(key: str, overrides: Sequence[str], config_dir: Path, name: str) -> bool:
     """Whether a key that the files leave out is one of the typed config's, or an option of what is chosen."""
     section, _, last = key.rpartition(".")
-    return has_key(key) or last in _fields(section, _chosen(overrides, config_dir, name))
+    if last in fields_of(section, TYPED[name]):
+        return True
+    return last in _fields(section, _chosen(overrides, config_dir, name), name)
 
 
 def _chosen(overrides: Sequence[str], config_dir: Path, name: str) -> dict[str, Any]:
@@ -76,7 +85,7 @@ def _chosen(overrides: Sequence[str], config_dir: Path, name: str) -> dict[str, 
     return {str(key): value for key, value in plain.items()}
 
 
-def _fields(section: str, chosen: Mapping[str, Any]) -> list[str]:
+def _fields(section: str, chosen: Mapping[str, Any], name: str) -> list[str]:
     """Keys that a section may have."""
     match section.split("."):
         case ["algorithm"] if "algorithm" in chosen:
@@ -89,7 +98,7 @@ def _fields(section: str, chosen: Mapping[str, Any]) -> list[str]:
             return sorted(type(load_task(task, {}).options).model_fields)
         case ["teachers", teacher] if teacher in chosen.get("teachers", {}):
             return sorted(TeacherConfig.model_fields)
-    return fields_of(section)
+    return fields_of(section, TYPED[name])
 
 
 def _check_words(overrides: Sequence[str]) -> None:
@@ -131,6 +140,10 @@ def _explain(error: Exception, overrides: Sequence[str], config_dir: Path, name:
     if missing:
         key = error.full_key if isinstance(error, OmegaConfBaseException) and error.full_key else missing[1]
         return f"{key}: required, but not set"
+    index = re.search(r"invalid literal for int\(\) with base 10: '(.*)'", text)  # OmegaConf's own, of a list
+    if index:
+        wrong = [word for word in overrides if word.partition("=")[0].endswith(f".{index[1]}")]
+        return f"{' '.join(wrong)}: what stands before .{index[1]} is a list; set the whole of it, as KEY=[A,B]"
     several = re.search(r"Ambiguous value for argument '([^=']+)=([^']+)'", text)
     if several:
         return f"{several[1]}={several[2]}: write a list as {several[1]}=[{several[2]}]; a run takes one value of a key"
@@ -155,7 +168,7 @@ def _suggest(key: str, config_dir: Path, overrides: Sequence[str], name: str) ->
         added = "" if any(group in entry for entry in OmegaConf.load(config_dir / f"{name}.yaml").defaults) else "+"
         return f"; {chosen} is not chosen: add it to {added}{group}=[...]"
     parent, _, last = key.rpartition(".")
-    beside = _fields(parent, composed) if parent else []
+    beside = _fields(parent, composed, name) if parent else []
     known += [other for other in (f"{parent}.{field}" for field in beside) if other not in known]
     ends = [other for other in known if other.rpartition(".")[2] == last]
     inside = [other for other in ends if other.startswith(f"{section}.")] or ends

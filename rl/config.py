@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -225,7 +226,8 @@ class RunConfig(Section):
     @field_validator("run_dir")
     @classmethod
     def _a_folder_of_its_own(cls, value: Path) -> Path:
-        if value.resolve() in (Path.cwd(), *Path.cwd().parents, Path.home()):
+        home = Path(os.path.expanduser("~"))  # a user without one, as in containers, gives "~", and no error
+        if value.resolve() in (Path.cwd(), *Path.cwd().parents, home):
             raise ValueError(f"must be a folder of the run's own, as runs/mine, it is {value.resolve()}")
         return value
 
@@ -237,6 +239,12 @@ class RunConfig(Section):
                 "indexer_dense or indexer_sparse, the other stages train model"
             )
         return self
+
+    @property
+    def needs_engine(self) -> bool:
+        if self.replay is not None:
+            return False
+        return self.stage not in SUPERVISED or self.evaluation.prompts > 0
 
     @property
     def topology(self) -> Topology:
@@ -260,10 +268,11 @@ class RunConfig(Section):
                 f"publish.transport={way} on several machines keeps the last version in publish.directory: name one "
                 "that trainer and engines share"
             )
-        if self.publish.receivers and len(self.publish.receivers) != self.engine.servers:
+        servers = sum(map(self.engine.servers_of, self.engine.roles))
+        if self.publish.receivers and len(self.publish.receivers) != servers:
             raise ValueError(
-                f"publish.receivers names {len(self.publish.receivers)} receivers for engine.servers="
-                f"{self.engine.servers}: give one for each"
+                f"publish.receivers names {len(self.publish.receivers)} receivers for the {servers} servers of the "
+                "engine: give one for each, in their order"
             )
         return self
 
@@ -329,31 +338,27 @@ def _line(problem: Mapping[str, Any]) -> str:
     return f"{key}: {message}" if key else message
 
 
-def has_key(key: str) -> bool:
-    """Whether a run's config has such a dotted key; of what stands under a name (tasks, teachers) or is free-form
-    (algorithm) nothing is known here."""
-    section, _, last = key.rpartition(".")
-    return last in fields_of(section)
-
-
-def fields_of(section: str) -> list[str]:
-    """The keys of a section of the run's config, which "" is itself; [] where there is no such section."""
-    model: Any = RunConfig
+def fields_of(section: str, root: type[BaseModel] = RunConfig) -> list[str]:
+    """The keys of a dotted section, which "" is the root itself; [] where there is no such section, and of what stands
+    under a name (tasks, teachers) or is free-form (algorithm), of which nothing is known here."""
+    model: type[BaseModel] | None = root
     for part in section.split(".") if section else []:
         field = model.model_fields.get(part) if model is not None else None
-        annotation = field.annotation if field is not None else None
-        sections = [c for c in (annotation, *get_args(annotation)) if isinstance(c, type) and issubclass(c, BaseModel)]
-        model = sections[-1] if sections and get_origin(annotation) is not dict else None
+        named = field is not None and get_origin(field.annotation) is dict
+        model = _section_of(field.annotation) if field is not None and not named else None
     return sorted(model.model_fields) if model is not None else []
 
 
 def _fields_at(path: list[str]) -> list[str]:
-    """Names of the fields of the section at a path of keys."""
-    model: Any = RunConfig
+    """The keys of the section that an error's path leads to; names are passed over."""
+    model: type[BaseModel] = RunConfig
     for part in path:
-        annotation = model.model_fields[part].annotation if part in getattr(model, "model_fields", {}) else None
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        sections = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if sections:
-            model = sections[-1]
+        field = model.model_fields.get(part)
+        model = (_section_of(field.annotation) if field is not None else None) or model
     return sorted(model.model_fields)
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """What a field of this type holds, where that is a section."""
+    found = [each for each in (annotation, *get_args(annotation)) if isinstance(each, type)]
+    return next((each for each in reversed(found) if issubclass(each, BaseModel)), None)

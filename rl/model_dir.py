@@ -27,8 +27,15 @@ def check_model_dir(directory: Path) -> None:
     """An HF directory of a supported architecture, with whole weights, tokenizer and chat template.
 
     Raises:
-        ModelDirError: naming the file that is missing or wrong.
+        ModelDirError: naming the file that is missing, wrong, or not to be read by this user.
     """
+    try:
+        _check(directory)
+    except OSError as error:
+        raise ModelDirError(f"{error.filename or directory} can't be read: {error.strerror}") from error
+
+
+def _check(directory: Path) -> None:
     if not directory.is_dir():
         what = "is no directory" if directory.exists() else "does not exist"
         raise ModelDirError(f"{directory} {what}; give the HF directory of a model")
@@ -68,7 +75,7 @@ def tensor_elements(path: Path) -> int:
     """Elements of a safetensors file, by its header.
 
     Raises:
-        ModelDirError: the file is not whole.
+        ModelDirError: the file is not whole, can't be read, or is a link that leads nowhere.
     """
     try:
         size = path.stat().st_size
@@ -82,6 +89,8 @@ def tensor_elements(path: Path) -> int:
         if 8 + length + end != size:
             raise ValueError(f"it has {size} bytes, its header says {8 + length + end}")
         return sum(math.prod(entry["shape"]) for entry in header.values())
+    except OSError as error:
+        raise ModelDirError(f"{path} can't be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelDirError(f"{path} is not a whole safetensors file: {error}") from error
 

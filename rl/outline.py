@@ -39,7 +39,7 @@ def outline(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{trainer.world_size} ranks ({trainer.data_parallel} data-parallel) in {trainer.dtype} on {gpus}, "
         + (f"Ray at {config.cluster.address}" if config.cluster.address else "Ray started here"),
     )
-    if plan.needs_engine:
+    if config.needs_engine:
         engine = config.engine
         gpus = f"{gpus_needed(engine)} GPUs" if engine.device == "cuda" else "the CPU"
         yield "engine", f"{sum(map(engine.servers_of, engine.roles))} servers on {gpus}, placed {engine.placement}"

@@ -18,6 +18,7 @@ import xxhash
 
 from algorithms import registry as algorithms
 from algorithms.types import Algorithm
+from rl.cluster import demand
 from rl.config import DISTILLING, SUPERVISED, ConfigError, RunConfig
 from rl.model_dir import ModelDirError, check_model_dir, tensor_elements
 from rl.run_folder import RunFolder
@@ -79,12 +80,6 @@ class Plan:
         """How many of the likeliest tokens the engine returns at each position, for the algorithm."""
         return 0 if self.config.stage in SUPERVISED else self.algorithm.rollout_top_k or 0
 
-    @property
-    def needs_engine(self) -> bool:
-        if self.config.replay is not None:
-            return False
-        return self.config.stage not in SUPERVISED or self.config.evaluation.prompts > 0
-
 
 def check_run(config: RunConfig) -> Plan:
     """Everything that the types can't say.
@@ -113,6 +108,7 @@ def check_run(config: RunConfig) -> Plan:
     checkpoint = _checkpoint(config, folder)
     state = _read_state(checkpoint)
     folder.check(config, state["step"] if state else None)
+    _inputs_stay(config, folder, state)
     _disk(config, folder)
     plan = Plan(config, folder, algorithm, tasks, checkpoint, state, teaching)
     _same_lineage(plan)
@@ -126,6 +122,20 @@ def _replay(config: RunConfig) -> None:
         raise ConfigError(f"replay: {config.replay} has no trajectories (trajectories/step_*.npz); name a run's folder")
     if not (config.replay / "run.json").is_file():
         raise ConfigError(f"replay: {config.replay} has no run.json, which says what weights the run began with")
+
+
+def _inputs_stay(config: RunConfig, folder: RunFolder, state: Mapping[str, Any] | None) -> None:
+    """What this run reads is not of the run that it replaces."""
+    if state is not None or not folder.occupied:
+        return
+    inputs = {"model.checkpoint": config.model.checkpoint, "replay": config.replay}
+    inputs |= {f"teachers.{name}.source": teacher.source for name, teacher in config.teachers.items()}
+    for key, path in inputs.items():
+        if path is not None and folder.loses(path):
+            raise ConfigError(
+                f"{key}: {path} is of the run that run_dir={folder.path} holds, which this one would replace; choose "
+                "another run_dir"
+            )
 
 
 def _tasks(config: RunConfig) -> dict[str, Task]:
@@ -257,28 +267,30 @@ def _needs(config: RunConfig, algorithm: Algorithm) -> None:
 
 
 def _resources(config: RunConfig) -> None:
-    wanted = config.trainer.world_size * config.trainer.cpus_per_rank
-    if config.cluster.address is None and wanted > config.cluster.cpus:
+    trainer, engine = config.trainer, config.engine
+    from_ray = demand(config) if config.cluster.address is None else {"CPU": 0, "GPU": 0}
+    placed = " and the servers that Ray places" if config.needs_engine and engine.placement == "ray" else ""
+    if from_ray["CPU"] > config.cluster.cpus:
         raise ConfigError(
-            f"trainer.world_size={config.trainer.world_size} · cpus_per_rank={config.trainer.cpus_per_rank:g} = "
-            f"{wanted:g} CPUs are more than cluster.cpus={config.cluster.cpus}: raise it, or lower the others"
+            f"trainer.world_size={trainer.world_size} · cpus_per_rank={trainer.cpus_per_rank:g}{placed} = "
+            f"{from_ray['CPU']:g} CPUs are more than cluster.cpus={config.cluster.cpus}: raise it, or lower the others"
         )
-    engine = gpus_needed(config.engine) if config.engine.device == "cuda" and config.engine.placement == "local" else 0
-    trainer = config.trainer.world_size * config.trainer.gpus_per_rank if config.cluster.address is None else 0
-    if not engine and not trainer:
+    local = config.needs_engine and engine.device == "cuda" and engine.placement == "local"
+    servers = gpus_needed(engine) if local else 0
+    if not servers and not from_ray["GPU"]:
         return
     import torch  # which is imported by now, with the algorithm
 
     here = torch.cuda.device_count()
-    if engine > here:
+    if servers > here:
         raise ConfigError(
-            f"engine.device=cuda: the servers take {engine} GPUs (servers x tensor_parallel), this machine has {here}: "
-            "choose engine=cpu, lower them, or spread them over a cluster with engine.placement=ray"
+            f"engine.device=cuda: the servers take {servers} GPUs (servers x tensor_parallel), this machine has "
+            f"{here}: choose engine=cpu, lower them, or spread them over a cluster with engine.placement=ray"
         )
-    if trainer > here:
+    if from_ray["GPU"] > here:
         raise ConfigError(
-            f"trainer.world_size={config.trainer.world_size} · gpus_per_rank={config.trainer.gpus_per_rank:g} = "
-            f"{trainer:g} GPUs, this machine has {here}: lower them, or join a cluster with cluster.address"
+            f"trainer.world_size={trainer.world_size} · gpus_per_rank={trainer.gpus_per_rank:g}{placed} = "
+            f"{from_ray['GPU']:g} GPUs, this machine has {here}: lower them, or join a cluster with cluster.address"
         )
 
 
@@ -306,7 +318,7 @@ def _batch(config: RunConfig, algorithm: Algorithm) -> None:
 
 def _ports(config: RunConfig) -> None:
     wanted = [("rollout.gateway_port", config.rollout.gateway_port, config.rollout.gateway_host)]
-    if config.engine.port is not None:
+    if config.engine.port is not None and config.engine.placement == "local":
         wanted += [("engine.port", config.engine.port + s.index, "127.0.0.1") for s in server_specs(config.engine)]
     if config.engine.sglang_router is not None:
         wanted.append(("engine.sglang_router.port", config.engine.sglang_router.port or 0, "127.0.0.1"))

@@ -166,6 +166,11 @@ class RunFolder:
         text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         write_atomically(self.path / "config.yaml", text)
 
+    def loses(self, path: Path) -> bool:
+        """Whether a file or folder would go, were this run replaced."""
+        path, run = path.resolve(), self.path.resolve()
+        return path == run or any(path.is_relative_to(run / name) for name in MADE)
+
     def _clear(self) -> None:
         for path in (self.path / name for name in MADE):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)

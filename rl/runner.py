@@ -42,7 +42,7 @@ transformers_logging.disable_progress_bar()  # its bars would break up ours
 async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
     """Run a checked plan to its end; returns what ``summary.json`` holds."""
     config, folder = plan.config, plan.folder
-    if plan.needs_engine:
+    if config.needs_engine:
         await check_remote_tasks(config)
     check_login(config.tracking)
     resumed = plan.resumed
@@ -66,7 +66,7 @@ async def run_stage(plan: Plan, console: Console) -> dict[str, Any]:
         renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
         starting = None
         with stopwatch.phase("start"):
-            if plan.needs_engine:
+            if config.needs_engine:
                 serving_stack = await stack.enter_async_context(AsyncExitStack())
                 starting = asyncio.create_task(
                     start_serving(

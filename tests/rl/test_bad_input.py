@@ -56,6 +56,10 @@ def refuse(capsys, *overrides):
         (["+stage=[sft,agent_rl]"], "+stage=[sft,agent_rl]: a run has one stage"),
         (["+stage=agent_rl", "algorithm=sao"], "algorithm=sao with these options needs values, which no stage"),
         (["+stage=agent_rl", "trainer.world_size=4"], "= 4 CPUs are more than cluster.cpus=2"),
+        (
+            ["+stage=agent_rl", "engine.placement=ray", "engine.servers=2"],
+            "cpus_per_rank=1 and the servers that Ray places = 3 CPUs are more than cluster.cpus=2",
+        ),
         (["+stage=sfft"], "there is no such stage; one of sft"),
         (["+stage=sft", "+trainer.trained=indexer_dense"], "trainer.trained=indexer_dense does not fit stage sft"),
         (["+stage=indexer_warmup", "trainer.trained=model"], "trainer.trained=model does not fit stage indexer_warmup"),
@@ -108,6 +112,7 @@ def refuse(capsys, *overrides):
             ["+stage=agent_rl", "tasks.sorting.options.long=1"],
             "unknown key; tasks.sorting.options has good_share, length",
         ),
+        (["+stage=agent_rl", "publish.receivers.a=1"], "publish.receivers.a=1: what stands before .a is a list"),
         (["+stage=agent_rl", "resume=true"], "resume: must be no, auto, or a checkpoint's folder"),
         (
             ["+stage=agent_rl", "tasks.calculator.url=host:80"],
@@ -178,6 +183,21 @@ def test_a_damaged_model_directory_is_named(capsys, tmp_path, model_dir, name, c
     assert says in said
 
 
+def test_a_link_that_leads_nowhere_is_named(capsys, tmp_path, model_dir):
+    """As in a cache of downloads whose blobs were removed; a link that leads somewhere is as good as the file."""
+    linked = tmp_path / "hf"
+    linked.mkdir()
+    for file in model_dir.iterdir():
+        (linked / file.name).symlink_to(file)
+    arguments = [f"run_dir={tmp_path / 'run'}", f"model.checkpoint={linked}"]
+    assert train(["+stage=agent_rl", "--check", *arguments]) == 0
+    capsys.readouterr()
+    (linked / "model.safetensors").unlink()
+    (linked / "model.safetensors").symlink_to(tmp_path / "gone")
+    said = refuse(capsys, "+stage=agent_rl", *arguments)
+    assert f"model.checkpoint: {linked / 'model.safetensors'} can't be read: No such file" in said
+
+
 def test_every_architecture_that_the_trainer_has_is_let_through():
     from rl.trainer.families.registry import FAMILIES  # with Megatron, which takes seconds
 
@@ -222,13 +242,32 @@ def test_a_machine_without_gpus_is_said_before_anything_waits_for_one(capsys, tm
     assert says in refuse(capsys, "+stage=agent_rl", override, f"run_dir={tmp_path}").replace("\n", " ")
 
 
+def test_gpus_of_a_ray_of_our_own_are_counted_for_ranks_and_servers_together(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    keys = ["engine.device=cuda", "engine.placement=ray", "trainer.gpus_per_rank=1", f"run_dir={tmp_path}"]
+    said = refuse(capsys, "+stage=agent_rl", *keys).replace("\n", " ")
+    assert "gpus_per_rank=1 and the servers that Ray places = 2 GPUs, this machine has 1" in said
+    assert train(["+stage=sft", "evaluation.prompts=0", "--check", *keys]) == 0  # starts no server
+
+
+def test_a_driver_without_gpus_may_have_a_cluster_with_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with socket.socket() as taken:  # on this machine, where no server is started
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        keys = ["cluster=gpu", "engine=gpu", f"engine.port={port}", "publish.directory=/shared"]
+        keys += ["engine.context_length=256", "rollout.groups_per_step=24", f"run_dir={tmp_path / 'run'}"]
+        assert train(["+stage=agent_rl", "--check", *keys]) == 0
+
+
 def test_what_a_cluster_lacks_is_said():
     where = ["cluster=gpu", "publish.directory=/shared", "engine.device=cuda", "+engine.placement=ray"]
     config = check(compose_config(["+stage=agent_rl", *where]))
     assert shortage(config, {"CPU": 64, "GPU": 16}) is None
     assert shortage(config, {"CPU": 64, "GPU": 8}) == "the Ray cluster has 8 GPUs of the 9 that this run takes"
     assert shortage(config, {}) == (
-        "the Ray cluster has 0 CPUs of the 32 that this run takes and 0 GPUs of the 9 that this run takes"
+        "the Ray cluster has 0 CPUs of the 33 that this run takes and 0 GPUs of the 9 that this run takes"
     )
 
 
@@ -316,6 +355,19 @@ def test_a_folder_that_holds_a_run_is_not_overwritten_unasked(capsys, tmp_path):
     assert train(["+stage=agent_rl", f"run_dir={tmp_path}"]) == EXIT_BAD_CONFIG
     assert "resume=auto, or replace it with overwrite=true" in capsys.readouterr().err.replace("\n", " ")
     assert (tmp_path / "precious").exists()
+
+
+@pytest.mark.parametrize("mode", ["overwrite=true", "resume=auto"])
+@pytest.mark.parametrize("key", ["model.checkpoint", "+teachers.calculator.source"])
+def test_what_a_run_reads_is_not_of_the_run_that_it_replaces(capsys, tmp_path, model_dir, key, mode):
+    shutil.copytree(model_dir, tmp_path / "model")
+    (tmp_path / "run.json").write_text("{}")
+    stage = "+stage=opd" if "teachers" in key else "+stage=agent_rl"
+    arguments = [stage, "task=calculator", f"run_dir={tmp_path}", f"{key}={tmp_path / 'model'}"]
+    said = refuse(capsys, *arguments, mode).replace("\n", " ")
+    assert f"{key.lstrip('+')}: {tmp_path / 'model'} is of the run that run_dir={tmp_path} holds" in said
+    (tmp_path / "run.json").unlink()
+    assert train([*arguments, mode, "--check"]) == 0  # where nothing is replaced
 
 
 def test_another_model_than_the_run_began_with_is_not_ignored_on_a_resume(capsys, tmp_path, model_dir):

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl.compose import compose_config
+from rl.config import ConfigError, check
 from rl.weights import updates
 from rl.weights.updates import OfServers
 from rollout.engine.config import EngineConfig
@@ -52,3 +54,15 @@ def test_a_server_that_is_started_again_elsewhere_keeps_what_is_its_own():
     with pytest.raises(KeyError):
         receivers["http://engine-1"]
     assert len(receivers) == 2
+
+
+def test_every_server_of_a_pair_has_its_receiver():
+    """Also those that only prefill, whose weights are published, too."""
+    pair = ["+stage=agent_rl", "cluster=gpu", "engine=pd_hisparse", "engine.context_length=256"]
+    pair.append("publish.directory=/shared")
+    servers = len(server_specs(check(compose_config(pair)).engine))
+    urls = [f"http://r{number}" for number in range(servers)]
+    assert servers > 1
+    assert check(compose_config([*pair, f"publish.receivers=[{','.join(urls)}]"]))
+    with pytest.raises(ConfigError, match=f"names {servers - 1} receivers for the {servers} servers"):
+        check(compose_config([*pair, f"publish.receivers=[{','.join(urls[1:])}]"]))
