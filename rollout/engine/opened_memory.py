@@ -10,10 +10,13 @@ import hashlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 LOADER = "rollout.engine.weight_loader.load"
 """As SGLang is told of it (``--custom-weight-loader``)."""
@@ -33,6 +36,8 @@ class Placed(_Message):
     """Byte."""
 
     def view(self, memory: Tensor) -> Tensor:
+        import torch  # seconds, which a command that reads a config needn't wait for
+
         dtype: torch.dtype = getattr(torch, self.dtype)
         end = self.begin + math.prod(self.shape) * dtype.itemsize
         return memory[self.begin : end].view(dtype).view(self.shape)

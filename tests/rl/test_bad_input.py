@@ -402,6 +402,12 @@ def test_a_config_error_takes_less_than_five_seconds(tmp_path):
     assert usage.ru_utime + usage.ru_stime < 5
 
 
+def test_a_config_is_read_without_pytorch():
+    """It takes three times as long to import as all else that a config error needs."""
+    code = "import sys, rl.commands.train, rl.commands.plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
 def test_the_composed_config_is_printed_without_running(capsys):
     assert train(["+stage=agent_rl", "--cfg"]) == 0
     assert "groups_per_step" in capsys.readouterr().out
