@@ -33,6 +33,8 @@ KEPT = 2
 """Versions: the one that the engine has, and the one that it is to have."""
 SUFFIX = ".safetensors"
 INDEX = f"{SUFFIX}.index.json"
+OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
+"""The same model again, as some directories have it: as large, and read by no engine here."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ class Patching:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for path in (base or model).iterdir():
-            if path.is_file() and path.suffix != SUFFIX and (base is not None or not path.name.endswith(INDEX)):
+            small = path.is_file() and path.suffix not in {SUFFIX, *OTHER_WEIGHTS}
+            if small and (base is not None or not path.name.endswith(INDEX)):
                 shutil.copyfile(path, partial / path.name)
         if base is None:
             _write_header(partial / f"model{SUFFIX}", head.layout)

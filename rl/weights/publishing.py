@@ -48,7 +48,7 @@ class WeightPublisher:
     devices: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """See ``IpcTransport``."""
     receivers: Mapping[str, str] = field(default_factory=dict)
-    """See ``DeltaTransport``."""
+    """See ``DeltaTransport``; those that are started here are named once they are there."""
     memory_stays: bool = True
     """The trainer keeps its memory between publications, so that engines may keep it open."""
     current: Fallback | None = None
@@ -65,7 +65,12 @@ class WeightPublisher:
     def __post_init__(self) -> None:
         self._archive = Archive(self.config.directory)
         self._broadcasts = Broadcasts(self.source, self.backend, self.config.timeout_s)
-        self._openings = Openings(self.config.resident_bytes, self.memory_stays, self._archive.root)
+        self._openings = Openings(self.config.resident_bytes, self.memory_stays, self.directory)
+
+    @property
+    def directory(self) -> Path:
+        """Of what is kept while the run goes on; it goes with the run, or with the next one where that was killed."""
+        return self._archive.root
 
     async def export(self, version: int) -> None:
         """Take the trainer's weights out of it, as far as the way to the engines and the way back need that. No engine
@@ -83,7 +88,7 @@ class WeightPublisher:
         if self.choice.way == "disk":
             self._exported = (version, disk, disk)
         elif self.choice.way == "delta":
-            work = self._archive.root / "patches"
+            work = self.directory / "patches"
             delta = DeltaTransport(new, base, self.receivers, work, self.config.timeout_s, self._sender)
             self._exported = (version, delta, delta)
         else:

@@ -16,7 +16,6 @@ from typing import TypeVar
 import aiohttp
 
 from rl.config import RunConfig
-from rl.weights.archive import SHARED_MEMORY
 from rl.weights.choose import choose
 from rl.weights.colocation import Colocation, Holder
 from rl.weights.publisher import Published, PublishError
@@ -132,9 +131,6 @@ async def start_updates(
     """Choose the way, say which, and start what it needs; the stack ends that."""
     choice = choose(config.publish.transport, config.topology)
     say(f"weights are published by {choice.way}: {choice.why}")
-    receivers: Mapping[str, str] = {}
-    if choice.way == "delta":
-        receivers = await _receivers(config, fleet, model_dir, registry, logs)
     devices: Mapping[str, Sequence[str]] = {}
     if choice.way == "ipc" and config.engine.device == "cuda" and config.trainer.world_size > 1:
         devices = await _devices(config, fleet)
@@ -146,10 +142,11 @@ async def start_updates(
         config.engine.tensor_parallel,
         "nccl" if config.engine.device == "cuda" else "gloo",
         devices,
-        receivers,
         memory_stays=colocation is None,
     )
     stack.push_async_callback(publisher.close)
+    if choice.way == "delta":
+        publisher.receivers = await _receivers(config, fleet, model_dir, publisher.directory, registry, logs)
     return Updates(publisher, fleet, colocation)
 
 
@@ -168,9 +165,10 @@ def _gpu_ids() -> list[str]:
 
 
 async def _receivers(
-    config: RunConfig, fleet: EngineFleet, model_dir: Path, registry: ProcessRegistry, logs: Path
+    config: RunConfig, fleet: EngineFleet, model_dir: Path, directory: Path, registry: ProcessRegistry, logs: Path
 ) -> OfServers[str]:
-    """URL of the receiver beside each server; those that the config does not name are started here."""
+    """URL of the receiver beside each server; those that the config does not name are started here, with their copies
+    in the directory, which outlives neither the run nor, after a kill, the next one's start."""
     named = config.publish.receivers
     if named:
         return OfServers(fleet, named)
@@ -178,9 +176,8 @@ async def _receivers(
     processes: list[ManagedProcess] = []
     for port in free_ports(len(server_specs(config.engine))):
         name = f"receiver-{len(urls)}"
-        copies = (config.publish.directory or SHARED_MEMORY) / f"atelier-copies-{port}"
         command = [sys.executable, "-m", "rl.weights.receiver", "--model", str(model_dir)]
-        command += ["--copies", str(copies), "--port", str(port)]
+        command += ["--copies", str(directory / name), "--port", str(port)]
         processes.append(registry.start(name, command, logs / f"{name}.log", grace_s=3.0))
         urls.append(f"http://127.0.0.1:{port}")
     deadline = time.monotonic() + RECEIVER_START_S

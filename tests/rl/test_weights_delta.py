@@ -187,6 +187,13 @@ def test_all_values_need_no_base(tmp_path):
     assert json.loads((directory / "config.json").read_text()) == {"seed": 0}
 
 
+def test_the_same_weights_in_another_format_are_not_copied_along(tmp_path):
+    model(tmp_path / "v0", 0)
+    (tmp_path / "v0" / "pytorch_model-00001-of-00002.bin").write_bytes(b"large")
+    directory = apply(Copies(tmp_path / "c", tmp_path / "v0", 0), patch(tmp_path / "v0", 1))
+    assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors"]
+
+
 def test_patches_follow_one_another_and_two_versions_are_kept(tmp_path):
     weights = model(tmp_path / "v0", 0)
     copies = Copies(tmp_path / "copies", tmp_path / "v0", 0)

@@ -11,6 +11,7 @@ from rl.weights import updates
 from rl.weights.updates import OfServers
 from rollout.engine.config import EngineConfig
 from rollout.engine.launch import server_specs
+from rollout.processes import ProcessRegistry
 
 
 class Fleet:
@@ -40,9 +41,27 @@ def test_gpus_are_each_server_s_own_while_one_is_suspect(monkeypatch):
 def test_receivers_are_each_server_s_own_while_one_is_suspect(tmp_path):
     config = config_of(["http://r0", "http://r1"], servers=2)
     fleet = Fleet(config.engine, serving=["http://engine-1"])
-    receivers = asyncio.run(updates._receivers(config, fleet, tmp_path, None, tmp_path))
+    receivers = asyncio.run(updates._receivers(config, fleet, tmp_path, tmp_path, None, tmp_path))
     assert receivers["http://engine-1"] == "http://r1"
     assert receivers["http://engine-0"] == "http://r0"
+
+
+def test_copies_of_receivers_that_are_started_here_lie_where_a_killed_run_leaves_nothing_for_long(tmp_path):
+    """In the publisher's folder, which the next run removes: they are as large as the weights, in memory."""
+    config, model, kept = config_of(servers=2), tmp_path / "model", tmp_path / "kept"
+    model.mkdir()
+    kept.mkdir()
+    fleet = Fleet(config.engine, serving=[])
+    lines = []
+
+    class Seen(ProcessRegistry):
+        def start(self, name, command, *arguments, **options):
+            lines.append(command)
+            return super().start(name, command, *arguments, **options)
+
+    with Seen() as registry:
+        asyncio.run(updates._receivers(config, fleet, model, kept, registry, tmp_path))
+    assert [line[line.index("--copies") + 1] for line in lines] == [f"{kept}/receiver-0", f"{kept}/receiver-1"]
 
 
 def test_a_server_that_is_started_again_elsewhere_keeps_what_is_its_own():
