@@ -36,9 +36,8 @@ def send(tmp_path, model, *transports):
     async def run():
         runner = web.AppRunner(make_app(Copies(tmp_path / "copies", model.directory, model.version)))
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = site._server.sockets[0].getsockname()[1]
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = runner.addresses[0][1]
         try:
             found = []
             for sender, new, base in transports:
