@@ -24,7 +24,8 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
+from rl.weights.tensor_files import Bytes
+
 Integers = NDArray[Any]
 """Unsigned, of any width."""
 Encoding = Literal["same", "sparse", "dense", "full"]

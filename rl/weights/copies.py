@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.weights.changes import Bytes, Changes, decode
+from rl.weights.changes import Changes, decode
 from rl.weights.delta import (
     AHEAD_A_THREAD,
     MODEL,
@@ -27,7 +27,7 @@ from rl.weights.delta import (
     parts,
     threads,
 )
-from rl.weights.tensor_files import LENGTH, Memory, TensorFiles, places, read_header, write_empty
+from rl.weights.tensor_files import LENGTH, Bytes, Memory, TensorFiles, places, read_header, write_empty
 
 KEPT = 2
 """Versions: the one that the engine has, and the one that it is to have."""

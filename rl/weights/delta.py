@@ -23,8 +23,8 @@ from typing import Annotated, TypeVar
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rl.weights.changes import Bytes, Encoding, encode
-from rl.weights.tensor_files import LENGTH, Memory, Place, TensorFiles, places
+from rl.weights.changes import Encoding, encode
+from rl.weights.tensor_files import LENGTH, Bytes, Memory, Place, TensorFiles, places
 
 PART_BYTES = 2 << 20
 """Old, new and their difference stay in a core's cache; and it is what threads share a large tensor by."""

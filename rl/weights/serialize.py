@@ -6,14 +6,14 @@ Pure functions of their input, so that a trainer's process can make the payloads
 from __future__ import annotations
 
 import base64
-import json
 import pickle
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from rl.weights.tensor_files import places
 
 ATTENTION = ".self_attn."
 
@@ -82,16 +82,7 @@ def directory_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     Raises:
         FileNotFoundError: where it has none.
     """
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{directory} holds no safetensors file")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length))
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    return shapes
+    return {name: place.shape for name, place in places(directory).items()}
 
 
 def check_complete(buckets: Iterable[Bucket], expected: Mapping[str, tuple[int, ...]]) -> None:

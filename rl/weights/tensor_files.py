@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rl.weights.changes import Bytes
+Bytes = NDArray[np.uint8]
 
 LENGTH = struct.Struct("<Q")
 ITEMSIZE = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2}
