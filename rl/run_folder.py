@@ -173,17 +173,16 @@ class RunFolder:
 
     def _clear(self) -> None:
         for path in (self.path / name for name in MADE):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+            _remove(path)
 
     def _take_back_after(self, step: int) -> None:
         drop_lines_after(self.metrics, step)
         drop_lines_after(self.ledger, step)
         for path in [*self.checkpoints.glob("step_*"), *(self.path / "trajectories").glob("step_*.npz")]:
             if int(path.stem.partition("_")[2]) > step:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        self.summary.unlink(missing_ok=True)
-        if self.final_model.exists():
-            shutil.rmtree(self.final_model)
+                _remove(path)
+        _remove(self.summary)
+        _remove(self.final_model)
 
     def identity(self) -> RunIdentity | None:
         path = self.path / "run.json"
@@ -205,3 +204,8 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         write_atomically(self.summary, json.dumps(summary, indent=1) + "\n")
+
+
+def _remove(path: Path) -> None:
+    """Whatever is there; of a link, the link."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)

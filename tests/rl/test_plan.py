@@ -119,6 +119,7 @@ def test_a_model_of_one_s_own(tmp_path):
         (["gpus=4"], "gpus=4 are fewer than the 8"),
         (["engine.tensor_parallel=6"], "engine.tensor_parallel=6"),
         (["contxt=3"], "contxt: unknown key; did you mean context?"),
+        (["rollout.staleness=3"], "rollout.staleness: unknown key"),  # of a run
         (["engine=gpu_hisparce"], "configs/engine has:"),
         (["+engine.hisparse.top_k=1024"], "the model's index_topk=2048 counts"),
         (["context=100000"], "context=100000 is more than engine.context_length=65536"),

@@ -63,6 +63,10 @@ def test_a_link_is_removed_and_not_what_it_leads_to(run, tmp_path_factory):
     run.prepare(config_of(run.path, "overwrite=true"), None)
     assert (elsewhere / "weights").exists()
     assert not (run.path / "model").is_symlink()
+    (run.path / "model").symlink_to(elsewhere)
+    run.prepare(config_of(run.path, "resume=auto"), 3)
+    assert (elsewhere / "weights").exists()
+    assert not (run.path / "model").is_symlink()
 
 
 def test_going_on_does_not_begin_a_finished_run_anew(run):
