@@ -279,6 +279,11 @@ def _resources(config: RunConfig) -> None:
     servers = gpus_needed(engine) if local else 0
     if not servers and not from_ray["GPU"]:
         return
+    if config.cluster.colocated and servers > trainer.world_size:
+        raise ConfigError(
+            f"cluster.colocated=true: the servers take {servers} GPUs (servers x tensor_parallel), and weights are "
+            f"there on those of trainer.world_size={trainer.world_size} ranks: raise that, or lower the others"
+        )
     import torch  # which is imported by now, with the algorithm
 
     here = torch.cuda.device_count()

@@ -12,7 +12,7 @@ import aiohttp
 
 from benchmarks.publish.bench import Bench
 from benchmarks.publish.models import Weights, changed, write
-from rl.weights.delta import threads
+from rl.weights.delta import MODEL, threads
 from rl.weights.delta_transport import DeltaTransport, Held
 from rl.weights.publisher import publish
 from rollout.processes import ManagedProcess, free_port
@@ -48,7 +48,8 @@ class Patches:
         version = bench.version
         weights = changed(weights, share, seed=version)
         new = Held(version, write(bench.folder / f"patched-{version}", bench.size, weights, self.context))
-        transport = DeltaTransport(new, base, {bench.engine.url: self.url}, bench.folder / "patches", timeout_s=300)
+        receivers, work = {bench.engine.url: self.url}, bench.folder / "patches"
+        transport = DeltaTransport(new, base, receivers, work, timeout_s=300, sender=MODEL)
         begin = time.perf_counter()
         await transport.prepare([bench.engine], version)
         prepared = time.perf_counter() - begin

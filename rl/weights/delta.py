@@ -116,9 +116,7 @@ def checksum(data: Bytes) -> str:
     return xxhash.xxh3_64_hexdigest(data.data)
 
 
-def patch(
-    new: Path, version: int, old: Path | None = None, base: int | None = None, sender: str = MODEL
-) -> Iterator[bytes]:
+def patch(new: Path, version: int, old: Path | None = None, base: int | None = None, *, sender: str) -> Iterator[bytes]:
     """Frames that make ``new`` of a copy of ``old``; without ``old``, of nothing.
 
     Raises:
@@ -139,8 +137,8 @@ def patch(
 
         def frame(part: Part) -> bytes:
             now = values.read(part.name, part.begin, memory.take(0, part.nbytes))
-            before = older.read(part.name, part.begin, memory.take(1, part.nbytes)) if older is not None else None
-            return _part_frame(part, now, before, fresh[part.name].itemsize)
+            then = older.read(part.name, part.begin, memory.take(1, part.nbytes)) if older is not None else None
+            return _part_frame(part, now, then, fresh[part.name].itemsize)
 
         yield from _in_order(frame, parts(layout, PART_BYTES))
 

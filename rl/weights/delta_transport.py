@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from rl.weights.delta import MODEL, patch
+from rl.weights.delta import patch
 from rl.weights.serialize import Bucket, check_complete, directory_shapes
 from rl.weights.target import WeightTarget, on_all
 from rollout.engine.protocol import EngineError
@@ -57,7 +57,7 @@ class DeltaTransport:
     """Where patches are kept while they are sent."""
     timeout_s: float
     """For one receiver to take one patch."""
-    sender: str = MODEL
+    sender: str
     """Whose versions these are. A receiver may have served another run before, and a run's version 0 needn't be the
     model that its servers were started with."""
     sent: dict[str, Sent] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class DeltaTransport:
                 old, number = (base.directory, base.version) if base is not None else (None, None)
                 self.work.mkdir(parents=True, exist_ok=True)
                 file = self.work / f"v{self.new.version}-{way}.patch"
-                frames = functools.partial(patch, self.new.directory, self.new.version, old, number, self.sender)
+                frames = functools.partial(patch, self.new.directory, self.new.version, old, number, sender=self.sender)
                 begin = time.perf_counter()
                 await asyncio.to_thread(_write, file, frames)
                 self.encoding_seconds += time.perf_counter() - begin

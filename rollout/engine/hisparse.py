@@ -33,6 +33,7 @@ EXCLUDED = {
 }
 """SGLang's arguments that HiSparse refuses, and why."""
 ADMITTED_OUTPUT = 128
+"""Output tokens that SGLang wants room for, at most, before it lets a request in; 4,096 without ``RESERVE``."""
 RESERVE = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": str(ADMITTED_OUTPUT), "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR": "1"}
 """Of the environment: what SGLang keeps free for the growth of each request that runs. Growth goes to the host and
 takes no buffer, so a share of 128 tokens does (by default of 4,096, for which fewer would run). But SGLang takes

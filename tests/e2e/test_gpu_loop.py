@@ -39,9 +39,9 @@ LEARNING = (
     "evaluation.prompts=128",
     "checkpoint.every=5",  # colocated: the trainer borrows the GPUs for it
 )
-ONE_MACHINE = ("cluster.address=null", "++cluster.cpus=12", "++cluster.object_store_bytes=268435456", "tracking=files")
-GAP = 0.05
-"""Mean |Δ log-prob| of engine and trainer in bfloat16; a server with other weights is much further off."""
+ONE_MACHINE = ("cluster.address=null", "cluster.cpus=12", "cluster.object_store_bytes=268435456", "tracking=files")
+GAP = 0.02
+"""Mean |Δ log-prob| of a step, of engine and trainer in bfloat16: at most 0.0035 was seen."""
 
 
 def run(folder, *overrides):

@@ -21,6 +21,7 @@ from benchmarks.publish.bits import engine_checksums
 from benchmarks.publish.local import LocalSender
 from rl.weights.collective import Broadcasts, CollectiveTransport
 from rl.weights.colocation import Colocation
+from rl.weights.delta import MODEL
 from rl.weights.delta_transport import DeltaTransport, Held
 from rl.weights.ipc import IpcTransport, Openings
 from rl.weights.publisher import publish
@@ -213,6 +214,7 @@ def test_patches_reach_the_engine(fleet, models, tmp_path):
                 {engine.url: f"http://127.0.0.1:{port}"},
                 Path(work.name),
                 timeout_s=120,
+                sender=MODEL,
             )
             await publish([engine], transport, new, SIZE.shapes)
             assert transport.sent[engine.url].how == "patch"

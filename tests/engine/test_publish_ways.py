@@ -13,6 +13,7 @@ from aiohttp import web
 from benchmarks.publish.local import LocalSender
 from rl.weights.collective import Broadcasts, CollectiveTransport
 from rl.weights.copies import Copies
+from rl.weights.delta import MODEL
 from rl.weights.delta_transport import DeltaTransport, Held
 from rl.weights.ipc import IpcTransport, Openings
 from rl.weights.publisher import Fallback, PublishError, publish
@@ -61,7 +62,7 @@ class Ways:
         if way == "delta":
             held = None if base is None else Held(base, self.server.models[base % 2].directory)
             new = Held(version, self.server.models[version % 2].directory)
-            return DeltaTransport(new, held, {self.server.url: self.receiver}, self.work, timeout_s=30)
+            return DeltaTransport(new, held, {self.server.url: self.receiver}, self.work, 30, MODEL)
         self.sender.named = named(self.server, version)
         plan = self.sender.plan(BUCKET_BYTES)
         if way == "ipc-of-handles":

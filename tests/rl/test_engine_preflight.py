@@ -87,6 +87,13 @@ def test_a_gpu_that_two_would_take(capsys, tmp_path, cluster, placement, said):
     assert said in refused(capsys, "engine=gpu", "engine.context_length=256", *where, f"run_dir={tmp_path / 'run'}")
 
 
+def test_servers_that_share_gpus_have_a_trainer_rank_on_each(capsys, tmp_path):
+    where = ("cluster=colocated", "engine.servers=2", f"run_dir={tmp_path / 'run'}")
+    said = refused(capsys, "engine=gpu", "engine.context_length=256", *where)
+    assert "the servers take 2 GPUs (servers x tensor_parallel)" in said
+    assert "trainer.world_size=1 ranks: raise that" in said.replace("\n", " ")
+
+
 @pytest.mark.parametrize(("cluster", "placement"), [("gpu", "ray"), ("colocated", "local")])
 def test_the_configs_for_gpus_place_servers_where_no_other_is(cluster, placement):
     overrides = ["+stage=agent_rl", "engine=gpu", "engine.context_length=256", f"cluster={cluster}"]

@@ -12,7 +12,7 @@ WIDTHS = (1, 2, 4, 8)
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-def there_and_back(new, old, itemsize):
+def assert_there_and_back(new, old, itemsize):
     changes = encode(new, old.copy(), itemsize)
     assert np.array_equal(decode(changes, old.copy(), itemsize), new)
     return changes
@@ -35,7 +35,7 @@ def arrays(draw):
 @settings(max_examples=300, deadline=None)
 @given(arrays())
 def test_what_is_decoded_is_what_was_encoded(both):
-    there_and_back(*both)
+    assert_there_and_back(*both)
 
 
 @settings(max_examples=200, deadline=None)
@@ -67,7 +67,7 @@ def test_steps_to_the_next_value_take_little_more_than_their_positions(share, en
     old = generator.integers(0, 2**16, 500_000, np.uint16)
     steps = (generator.random(len(old)) < share) * generator.choice(np.array([1, 2**16 - 1], np.uint16), len(old))
     new = (old + steps.astype(np.uint16)).view(np.uint8)
-    changes = there_and_back(new, old.view(np.uint8), 2)
+    changes = assert_there_and_back(new, old.view(np.uint8), 2)
     assert changes.encoding == encoding
     assert sum(map(len, changes.streams)) <= at_most * len(new)
 
@@ -75,7 +75,7 @@ def test_steps_to_the_next_value_take_little_more_than_their_positions(share, en
 def test_all_values_come_where_nothing_is_alike():
     generator = np.random.default_rng(0)
     new, old = (np.frombuffer(generator.bytes(100_000), np.uint8).copy() for _ in range(2))
-    changes = there_and_back(new, old, 2)
+    changes = assert_there_and_back(new, old, 2)
     assert changes.encoding in ("dense", "full")
     assert sum(map(len, changes.streams)) < 1.001 * len(new)
     assert encode(new, None, 2).encoding == "full"

@@ -11,8 +11,14 @@ from safetensors.torch import load_file, save_file
 from rl.weights import copies as copying
 from rl.weights import delta
 from rl.weights.copies import Copies
-from rl.weights.delta import DeltaError, PartHead, PatchHead, parse_head, patch
+from rl.weights.delta import MODEL, DeltaError, PartHead, PatchHead, parse_head
 from rl.weights.tensor_files import LENGTH, places
+
+
+def patch(new, version, old=None, base=None, sender=MODEL):
+    """By default of the sender that the copies began with."""
+    return delta.patch(new, version, old, base, sender=sender)
+
 
 SHAPES = {"a.weight": (64, 33), "b.weight": (7,), "c.scale": (5,), "d.bias": (1, 1)}
 
